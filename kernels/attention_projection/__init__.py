@@ -1,0 +1,1 @@
+"""All linears that read one normalised row, before attention."""

@@ -1,0 +1,1 @@
+"""What the fused ops share: arithmetic, collectives, policies, compositions."""

@@ -1,0 +1,106 @@
+"""What every fused op does at run time: policy row -> reference or kernel, else the composition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from k3fuse.kernels.common.composition import Composition, CompositionError
+from k3fuse.kernels.common.policy import MAX_M, REFERENCE, Table
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Shape and dtype of one output; outputs are always contiguous and never alias anything."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def empty(self, like: Tensor) -> Tensor:
+        """An uninitialised output on the device of `like`."""
+        return like.new_empty(self.shape, dtype=self.dtype)
+
+
+def operands(overload: torch._ops.OpOverload[..., Any], args: Sequence[Any]) -> list[Any]:
+    """The inputs of an op's composition: its tensor arguments in schema order.
+
+    `args` are the positional arguments, tensors or graph nodes alike; lists are flattened and None
+    is skipped. All tensor arguments of the k3fuse ops are positional.
+    """
+    found: list[Any] = []
+    for parameter, value in zip(overload._schema.arguments, args, strict=False):
+        if "Tensor" not in str(parameter.type) or value is None:
+            continue
+        found.extend(value if isinstance(value, list | tuple) else [value])
+    return found
+
+
+def run(
+    table: Table,
+    op: str,
+    *,
+    target: str,
+    m: int,
+    composition: str,
+    inputs: Sequence[Tensor],
+    specs: Sequence[Spec],
+    reference: Callable[[], list[Tensor]],
+) -> list[Tensor]:
+    """Outputs of one call, as `specs` says.
+
+    The reference runs where the policy names it. A count outside the policy, or a row whose kernel
+    does not exist yet, runs the composition: what the graph held before the rewrite, so never
+    something slower than stock. Raises RuntimeError if there is none, CompositionError if it gives
+    other outputs than the op.
+    """
+    row = table.lookup(target, m)
+    if m == 0:
+        return [spec.empty(inputs[0]) for spec in specs]
+    if row is not None and row.kernel == REFERENCE:
+        return _finish(op, reference(), inputs, specs)
+    if row is not None and row.kernel is not None:
+        raise RuntimeError(
+            f"k3fuse.{op}: the policy of target {target!r} names kernel {row.kernel!r} for M={m}, "
+            "which this build cannot launch; compile for a target that it serves"
+        )
+    if not composition:
+        why = f"outside its policy (1..{MAX_M})" if row is None else row.reason
+        raise RuntimeError(
+            f"k3fuse.{op}: M={m} on target {target!r}: {why}, and the op carries no composition to "
+            "run instead; build the graph with the composition text of the replaced nodes"
+        )
+    return _finish(op, Composition.from_text(composition).run(inputs), inputs, specs)
+
+
+def _finish(
+    op: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], specs: Sequence[Spec]
+) -> list[Tensor]:
+    """`outputs` checked against `specs`, contiguous, no aliases of inputs or of each other."""
+    got = [Spec(tuple(t.shape), t.dtype) for t in outputs]
+    if got != list(specs):
+        raise CompositionError(f"k3fuse.{op}: outputs are {got}, the op promises {list(specs)}")
+    taken = {_storage(t) for t in inputs}
+    finished: list[Tensor] = []
+    for tensor, spec in zip(outputs, specs, strict=True):
+        # is_contiguous() ignores the strides of dimensions of size 1; the fake tensor does not.
+        if tensor.stride() != _contiguous_stride(spec.shape) or _storage(tensor) in taken:
+            tensor = torch.empty(spec.shape, dtype=spec.dtype, device=tensor.device).copy_(tensor)
+        taken.add(_storage(tensor))
+        finished.append(tensor)
+    return finished
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    strides: list[int] = []
+    step = 1
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= max(extent, 1)
+    return tuple(reversed(strides))

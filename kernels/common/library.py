@@ -1,0 +1,37 @@
+"""The one torch.library registration of the namespace `k3fuse`.
+
+Every op is functional: it returns new tensors and writes into none of its arguments. The ops that
+hold a collective are functional too, as `vllm.all_reduce` is. A collective may not be dropped,
+duplicated or reordered on one rank alone, and nothing does that: the graph, the site list and the
+compiler are the same on every rank, so dead code, common subexpressions and the schedule are
+decided alike; the results are always read, since a site is replaced by the op whose outputs take
+over its users; and eager execution is in program order. An effect token would serialise the op
+against every other effectful op of the graph and forbid overlap with independent work for no gain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+NAMESPACE = "k3fuse"
+# One registration for the life of the process: a Library that is collected takes its ops with it.
+_LIBRARY: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
+
+# needs_exact_strides: the kernels and the compositions were chosen for the strides that were
+# traced, so Inductor has to hand the inputs over in exactly those.
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+
+
+def register(
+    schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]
+) -> torch._ops.OpOverload[..., Any]:
+    """Define `schema` with one implementation for every device and a fake one."""
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema, tags=_TAGS)
+    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
+    overload: torch._ops.OpOverload[..., Any] = getattr(getattr(torch.ops, NAMESPACE), name).default
+    return overload

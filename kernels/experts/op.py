@@ -1,0 +1,170 @@
+"""k3fuse::experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from k3fuse.kernels.common import check, dispatch
+from k3fuse.kernels.common.dispatch import Spec
+from k3fuse.kernels.common.library import register
+from k3fuse.kernels.common.microscaling import BLOCK
+from k3fuse.kernels.common.numerics import ACTIVATIONS
+from k3fuse.kernels.experts import reference
+from k3fuse.kernels.experts.policy import TABLE
+from torch import Tensor
+
+NAME = "experts"
+SCHEMA = (
+    f"{NAME}(Tensor hidden, Tensor topk_weights, Tensor topk_ids, Tensor w13, Tensor? w13_scale, "
+    "Tensor w2, Tensor? w2_scale, Tensor? shared_hidden, Tensor[] shared_gate_up, "
+    "Tensor? shared_down, Tensor? latent_norm_weight, Tensor? up_weight, str activation, "
+    "float beta, float linear_beta, float eps, str rounding, *, str target, str group, "
+    "str composition) -> Tensor[]"
+)
+
+
+def _check_routing(hidden: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> None:
+    check.rows("hidden", hidden, *check.FLOATS)
+    check.rows("topk_weights", topk_weights, *check.FLOATS)
+    check.tokens("topk_weights", topk_weights, hidden.shape[0])
+    check.rows("topk_ids", topk_ids, torch.int64, torch.int32)
+    check.tokens("topk_ids", topk_ids, hidden.shape[0])
+    check.size("topk_ids", topk_ids, 1, topk_weights.shape[1], "the slots of topk_weights")
+    if topk_ids.shape[1] < 1:
+        raise ValueError("topk_ids has no slots; at least one expert per token is needed")
+
+
+def _check_routed(
+    hidden: Tensor, w13: Tensor, w13_scale: Tensor | None, w2: Tensor, w2_scale: Tensor | None
+) -> None:
+    if (w13_scale is None) != (w2_scale is None):
+        raise ValueError("pass both of w13_scale and w2_scale (MXFP4), or neither")
+    packed = w13_scale is not None
+    per_item = 2 if packed else 1
+    for name, weight in (("w13", w13), ("w2", w2)):
+        check.rank(name, weight, 3)
+        check.dtype(name, weight, torch.uint8 if packed else hidden.dtype)
+        check.unit_stride(name, weight)
+    latent = hidden.shape[1]
+    check.size("w13", w13, 2, latent // per_item, "the columns of hidden")
+    check.size("w2", w2, 0, w13.shape[0], "the experts of w13")
+    check.size("w2", w2, 1, latent, "the columns of hidden")
+    check.size("w13", w13, 1, 2 * per_item * w2.shape[2], "gate and up rows for w2's columns")
+    if w13_scale is None or w2_scale is None:
+        return
+    for name, scale, weight in (("w13_scale", w13_scale, w13), ("w2_scale", w2_scale, w2)):
+        check.rank(name, scale, 3)
+        check.dtype(name, scale, torch.uint8)
+        check.unit_stride(name, scale)
+        expected = (*weight.shape[:2], 2 * weight.shape[2] // BLOCK)
+        if 2 * weight.shape[2] % BLOCK or tuple(scale.shape) != expected:
+            raise ValueError(
+                f"{name} has shape {tuple(scale.shape)}; expected {expected}, one scale per "
+                f"{BLOCK} values, which have to fill the blocks"
+            )
+
+
+def _check_shared(
+    hidden: Tensor,
+    h: int,
+    shared_hidden: Tensor | None,
+    gate_up: Sequence[Tensor],
+    down: Tensor | None,
+) -> None:
+    if (down is None) != (not gate_up) or len(gate_up) > 2:
+        raise ValueError(
+            f"shared_gate_up holds {len(gate_up)} weights and shared_down is "
+            f"{'absent' if down is None else 'given'}; pass one merged or two gate and up weights "
+            "with shared_down, or none of them"
+        )
+    if down is None:
+        return
+    x = hidden if shared_hidden is None else shared_hidden
+    check.rows("shared_hidden", x, hidden.dtype)
+    check.tokens("shared_hidden", x, hidden.shape[0])
+    check.rows("shared_down", down, hidden.dtype)
+    check.size("shared_down", down, 0, h, "the hidden size")
+    for i, weight in enumerate(gate_up):
+        check.weight(f"shared_gate_up[{i}]", weight, x.shape[1], x)
+        rows = down.shape[1] * 2 // len(gate_up)
+        check.size(f"shared_gate_up[{i}]", weight, 0, rows, "gate and up rows for shared_down")
+
+
+def _specs(
+    hidden: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor | None,
+    w2: Tensor,
+    w2_scale: Tensor | None,
+    shared_hidden: Tensor | None,
+    shared_gate_up: Sequence[Tensor],
+    shared_down: Tensor | None,
+    latent_norm_weight: Tensor | None,
+    up_weight: Tensor | None,
+    activation: str,
+    beta: float,
+    linear_beta: float,
+    eps: float,
+    rounding: str,
+) -> list[Spec]:
+    _check_routing(hidden, topk_weights, topk_ids)
+    _check_routed(hidden, w13, w13_scale, w2, w2_scale)
+    h = hidden.shape[1]
+    if latent_norm_weight is not None:
+        check.vector("latent_norm_weight", latent_norm_weight, h)
+    if up_weight is not None:
+        check.weight("up_weight", up_weight, h, hidden)
+        h = up_weight.shape[0]
+    _check_shared(hidden, h, shared_hidden, shared_gate_up, shared_down)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation={activation!r}; known: {', '.join(ACTIVATIONS)}")
+    check.flags("rounding", rounding, reference.ROUNDING)
+    return [Spec((hidden.shape[0], h), hidden.dtype)]
+
+
+def _check_ids(topk_ids: Tensor, experts: int) -> None:
+    # On a device this would wait for it; there the ids come from the router, which is in range.
+    if topk_ids.device.type == "cpu" and topk_ids.numel():
+        low, high = int(topk_ids.min()), int(topk_ids.max())
+        if low < 0 or high >= experts:
+            raise ValueError(
+                f"topk_ids spans {low}..{high}; ids must be within 0..{experts - 1}, the experts "
+                "of w13 on this rank"
+            )
+
+
+def _run(*arguments: Any, target: str, group: str, composition: str) -> list[Tensor]:
+    specs = _specs(*arguments)
+    tensors, (activation, beta, linear_beta, eps, rounding) = arguments[:12], arguments[12:]
+    hidden, _, topk_ids, w13 = tensors[:4]
+    _check_ids(topk_ids, w13.shape[0])
+    return dispatch.run(
+        TABLE,
+        NAME,
+        target=target,
+        m=hidden.shape[0],
+        composition=composition,
+        inputs=dispatch.operands(experts, tensors),
+        specs=specs,
+        reference=lambda: [
+            reference.experts(
+                *tensors,
+                activation=reference.Activation(activation, beta, linear_beta),
+                eps=eps,
+                rounding=check.flags("rounding", rounding, reference.ROUNDING),
+                group=group,
+            )
+        ],
+    )
+
+
+def _fake(*arguments: Any, target: str, group: str, composition: str) -> list[Tensor]:
+    TABLE.lookup(target, 1)
+    return [spec.empty(arguments[0]) for spec in _specs(*arguments)]
+
+
+experts = register(SCHEMA, _run, _fake)

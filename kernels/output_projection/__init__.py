@@ -1,0 +1,1 @@
+"""o-proj, all-reduce over the group, then AttnRes or add + RMSNorm."""

@@ -1,0 +1,188 @@
+"""k3fuse::output_projection_attn_res and k3fuse::output_projection_add_rms_norm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from k3fuse.kernels.attn_res.check import residual_sources, score_and_norm
+from k3fuse.kernels.common import check, dispatch
+from k3fuse.kernels.common.dispatch import Spec
+from k3fuse.kernels.common.library import register
+from k3fuse.kernels.output_projection import reference
+from k3fuse.kernels.output_projection.policy import TABLE
+from torch import Tensor
+
+ATTN_RES = "output_projection_attn_res"
+ATTN_RES_SCHEMA = (
+    f"{ATTN_RES}(Tensor x, Tensor weight, Tensor? prefix, Tensor[] blocks, int num_blocks, "
+    "Tensor score_norm_weight, Tensor score_proj_weight, Tensor? out_norm_weight, float eps, "
+    "float out_eps, bool round_mix, *, str target, str group, str composition) -> Tensor[]"
+)
+ADD_RMS_NORM = "output_projection_add_rms_norm"
+ADD_RMS_NORM_SCHEMA = (
+    f"{ADD_RMS_NORM}(Tensor x, Tensor weight, Tensor residual, Tensor norm_weight, float eps, "
+    "str rounding, *, str target, str group, str composition) -> Tensor[]"
+)
+
+
+def _projection(x: Tensor, weight: Tensor) -> list[Spec]:
+    check.rows("x", x, *check.FLOATS)
+    check.weight("weight", weight, x.shape[1], x)
+    return [Spec((x.shape[0], weight.shape[0]), x.dtype)] * 2
+
+
+def _attn_res_specs(
+    x: Tensor,
+    weight: Tensor,
+    prefix: Tensor | None,
+    blocks: Sequence[Tensor],
+    num_blocks: int,
+    score_norm: Tensor,
+    score_proj: Tensor,
+    out_norm: Tensor | None,
+) -> list[Spec]:
+    specs = _projection(x, weight)
+    h = weight.shape[0]
+    residual_sources(x, h, prefix, None, blocks, num_blocks)
+    score_and_norm(h, score_norm, score_proj, out_norm)
+    return specs
+
+
+def _run_attn_res(
+    x: Tensor,
+    weight: Tensor,
+    prefix: Tensor | None,
+    blocks: Sequence[Tensor],
+    num_blocks: int,
+    score_norm_weight: Tensor,
+    score_proj_weight: Tensor,
+    out_norm_weight: Tensor | None,
+    eps: float,
+    out_eps: float,
+    round_mix: bool,
+    *,
+    target: str,
+    group: str,
+    composition: str,
+) -> list[Tensor]:
+    arguments = (
+        x,
+        weight,
+        prefix,
+        blocks,
+        num_blocks,
+        score_norm_weight,
+        score_proj_weight,
+        out_norm_weight,
+    )
+    return dispatch.run(
+        TABLE,
+        ATTN_RES,
+        target=target,
+        m=x.shape[0],
+        composition=composition,
+        inputs=dispatch.operands(output_projection_attn_res, arguments),
+        specs=_attn_res_specs(*arguments),
+        reference=lambda: reference.output_projection_attn_res(
+            *arguments, eps, out_eps, round_mix, group
+        ),
+    )
+
+
+def _fake_attn_res(
+    x: Tensor,
+    weight: Tensor,
+    prefix: Tensor | None,
+    blocks: Sequence[Tensor],
+    num_blocks: int,
+    score_norm_weight: Tensor,
+    score_proj_weight: Tensor,
+    out_norm_weight: Tensor | None,
+    eps: float,
+    out_eps: float,
+    round_mix: bool,
+    *,
+    target: str,
+    group: str,
+    composition: str,
+) -> list[Tensor]:
+    TABLE.lookup(target, 1)
+    specs = _attn_res_specs(
+        x,
+        weight,
+        prefix,
+        blocks,
+        num_blocks,
+        score_norm_weight,
+        score_proj_weight,
+        out_norm_weight,
+    )
+    return [spec.empty(x) for spec in specs]
+
+
+def _add_rms_norm_specs(
+    x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, rounding: str
+) -> list[Spec]:
+    specs = _projection(x, weight)
+    h = weight.shape[0]
+    check.rows("residual", residual, x.dtype)
+    check.size("residual", residual, 1, h, "the hidden size")
+    check.tokens("residual", residual, x.shape[0])
+    check.vector("norm_weight", norm_weight, h)
+    check.flags("rounding", rounding, reference.ROUNDING)
+    return specs
+
+
+def _run_add_rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    rounding: str,
+    *,
+    target: str,
+    group: str,
+    composition: str,
+) -> list[Tensor]:
+    return dispatch.run(
+        TABLE,
+        ADD_RMS_NORM,
+        target=target,
+        m=x.shape[0],
+        composition=composition,
+        inputs=[x, weight, residual, norm_weight],
+        specs=_add_rms_norm_specs(x, weight, residual, norm_weight, rounding),
+        reference=lambda: reference.output_projection_add_rms_norm(
+            x,
+            weight,
+            residual,
+            norm_weight,
+            eps,
+            check.flags("rounding", rounding, reference.ROUNDING),
+            group,
+        ),
+    )
+
+
+def _fake_add_rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    rounding: str,
+    *,
+    target: str,
+    group: str,
+    composition: str,
+) -> list[Tensor]:
+    TABLE.lookup(target, 1)
+    specs = _add_rms_norm_specs(x, weight, residual, norm_weight, rounding)
+    return [spec.empty(x) for spec in specs]
+
+
+output_projection_attn_res = register(ATTN_RES_SCHEMA, _run_attn_res, _fake_attn_res)
+output_projection_add_rms_norm = register(
+    ADD_RMS_NORM_SCHEMA, _run_add_rms_norm, _fake_add_rms_norm
+)

@@ -1,0 +1,213 @@
+"""All linears that read one normalised row on its way into attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import sympy
+from sympy import And, Eq, Or
+from torch import fx
+
+from k3fuse.kernels.attention_projection.op import attention_projection
+from k3fuse.kernels.attention_projection.policy import TABLE
+from k3fuse.patterns import symbols as s
+from k3fuse.patterns.compose import replacement
+from k3fuse.patterns.output_projection import Projected, projected
+from k3fuse.patterns.policy import pick
+from k3fuse.rewriter.guards import Guard
+from k3fuse.rewriter.pattern import Pattern
+from k3fuse.rewriter.reasons import Code, Reason
+from k3fuse.rewriter.recognise.all_reduce import AllReduce
+from k3fuse.rewriter.recognise.attn_res import AttnRes
+from k3fuse.rewriter.recognise.linear import Linear
+from k3fuse.rewriter.recognise.rms_norm import AddRmsNorm, RmsNorm
+from k3fuse.rewriter.site import Kernel, NearMiss, Output, Replacement, Site, in_order
+from k3fuse.rewriter.target import Target
+from k3fuse.rewriter.view import GraphView, op_of, shape_of
+
+_KIND = sympy.Symbol("kind")
+_KDA, _MLA = s.name("kda"), s.name("mla")
+
+
+def _rows(kind: sympy.Symbol, *sizes: tuple[int, int]) -> sympy.Basic:
+    return And(Eq(_KIND, kind), Or(*(And(Eq(s.TP, tp), Eq(s.N, n)) for tp, n in sizes)))
+
+
+class AttentionProjection(Pattern):
+    """One site a layer: KDA's q, k, v, g, f_a, beta or MLA's q_a, kv_a, gate; merged or apart."""
+
+    name: ClassVar[str] = "attention_projection"
+    summary: ClassVar[str] = "all linears of the row that enters attention, one launch"
+    priority: ClassVar[int] = 50
+    guards: ClassVar[tuple[Guard, ...]] = (
+        s.TOKENS,
+        Guard(Eq(s.K, s.HIDDEN), Code.SHAPE_MISMATCH, "Kimi K3's hidden size", scope="kernel"),
+        s.TP_SIZE,
+        Guard(
+            # q, k, v, g: 4 x 12288 / TP; f_a 128; beta 96 / TP; the merged form pads to 16 rows.
+            Or(
+                _rows(_KDA, (8, 6284), (8, 6288), (16, 3206), (16, 3216)),
+                # q_a 1536, kv_a 512 + 64, gate 12288 / TP.
+                _rows(_MLA, (8, 3648), (16, 2880)),
+            ),
+            Code.SHAPE_MISMATCH,
+            "rows of all weights together, as published",
+            scope="kernel",
+        ),
+        s.SAME_DTYPE,
+        s.ROWS_BF16,
+        s.WEIGHTS_BF16,
+        s.NO_BIAS,
+        s.IN_PLACE,
+    )
+
+    def find(self, view: GraphView) -> Iterator[Site | NearMiss]:
+        """From each output projection back to the residual row it came from."""
+        rows = residual_rows(view)
+        for end in output_projections(view):
+            inside, reached = _slice_back(view, end.linear.x, rows)
+            if not reached:
+                yield NearMiss(
+                    self.name,
+                    end.linear.out,
+                    Reason(
+                        Code.ANCHOR_ABSENT,
+                        f"{end.linear.out.name}: no normalised residual row leads to this projection",
+                        (end.linear.out.name,),
+                        expected="AttnRes or RMSNorm above the attention core",
+                        actual="none in the graph",
+                    ),
+                )
+                continue
+            for row in reached:
+                site = self._site(view, row, inside, end)
+                if site is not None:
+                    yield site
+
+    def _site(
+        self, view: GraphView, row: fx.Node, inside: set[fx.Node], end: Projected
+    ) -> Site | None:
+        linears = [
+            f for u in view.users(row) if u in inside and (f := view.find(Linear, u)) and view.same(f.x, row)
+        ]
+        linears = sorted({f.out: f for f in linears}.values(), key=lambda f: view.index[f.out])
+        if not linears:
+            return None
+        kind = _kind(view, row, inside, linears)
+        x = min((f.x for f in linears), key=view.index.__getitem__)
+        total = sum((f.n for f in linears), start=0)  # type: ignore[arg-type]
+        size = 1 if end.reduce is None else end.reduce.size
+        values = {
+            s.M: s.value(shape_of(linears[0].out)[0]),
+            s.K: s.value(linears[0].k),
+            s.N: s.value(total),
+            _KIND: s.name(kind),
+            s.X_DTYPE: s.common_dtype(x),
+            s.W_DTYPE: s.common_dtype(*(f.weight for f in linears)),
+            s.BIAS: s.yes(any(f.bias is not None for f in linears)),
+            s.WEIGHT_ROWS_CONTIGUOUS: s.rows_contiguous(*(f.weight for f in linears))
+            if all(f.transposed for f in linears)
+            else s.NO,
+        }
+        if size is not None:
+            values[s.TP] = s.value(size)
+        return Site(
+            self.name,
+            f"{kind} {'merged' if len(linears) == 1 else 'separate'} x{len(linears)}",
+            linears[0].out,
+            in_order([n for f in linears for n in f.nodes], view.index),
+            {"x": x, "weights": [f.weight for f in linears]},
+            tuple(f.out for f in linears),
+            values,
+            facts=(linears, end.reduce.group if end.reduce is not None else ""),
+        )
+
+    def replacement(self, site: Site, view: GraphView, target: Target) -> Replacement:
+        """attention_projection(x, [weights])."""
+        linears, group = site.facts
+        x = site.operands["x"]
+        outs = [f.out for f in linears]
+        shapes = [(shape_of(x)[0], f.n) for f in linears]
+        return replacement(
+            site, view, attention_projection, (x, site.operands["weights"]), results=outs,
+            shapes=shapes, outputs=[Output(o, i) for i, o in enumerate(outs)], target=target,
+            group=group,
+        )  # fmt: skip
+
+    def kernel(self, site: Site, target: Target) -> Kernel | None:
+        """The policy's row for M."""
+        return pick(TABLE, site, target)
+
+
+def output_projections(view: GraphView) -> list[Projected]:
+    """Every projected row that a residual reads, and every reduced projection."""
+    found: dict[fx.Node, Projected] = {}
+    for mix in view.each(AttnRes):
+        for row in (mix.delta, mix.prefix):
+            _add(found, projected(view, row) if row is not None else None)
+    for norm in view.each(AddRmsNorm):
+        _add(found, projected(view, norm.a))
+        _add(found, projected(view, norm.b))
+    for reduce in view.each(AllReduce):
+        _add(found, projected(view, reduce.out))
+    return sorted(found.values(), key=lambda p: view.index[p.linear.out])
+
+
+def _add(found: dict[fx.Node, Projected], item: Projected | None) -> None:
+    if item is not None:
+        found.setdefault(item.linear.out, item)
+
+
+def residual_rows(view: GraphView) -> dict[fx.Node, str]:
+    """Normalised rows of the residual stream, by the value that holds them."""
+    rows: dict[fx.Node, str] = {}
+    for mix in view.each(AttnRes):
+        rows[mix.out] = "attn_res"
+    for added in view.each(AddRmsNorm):
+        rows.setdefault(added.out, "add + rms_norm")
+    for norm in view.each(RmsNorm):
+        source = view.strip(norm.x)
+        if isinstance(source, fx.Node) and op_of(source) in ("placeholder", "aten.embedding", "aten.add"):
+            rows.setdefault(norm.out, "rms_norm")
+    return rows
+
+
+def _slice_back(
+    view: GraphView, start: fx.Node, rows: dict[fx.Node, str]
+) -> tuple[set[fx.Node], list[fx.Node]]:
+    """Nodes between `start` and the nearest residual rows above it, and those rows."""
+    inside: set[fx.Node] = set()
+    reached: dict[fx.Node, None] = {}
+    stack: list[Any] = [start]
+    while stack:
+        node = stack.pop()
+        if node in inside:
+            continue
+        if node in rows:
+            reached[node] = None
+            continue
+        inside.add(node)
+        stack.extend(node.all_input_nodes)
+    return inside, sorted(reached, key=view.index.__getitem__)
+
+
+def _kind(view: GraphView, row: fx.Node, inside: set[fx.Node], linears: list[Linear]) -> str:
+    """KDA or MLA, read off the attention core's structure.
+
+    A latent attention normalises a part of what it projects (q_a, kv_a) and projects it again; KDA
+    projects one narrow part again (f_b) without a norm. Opaque cores name themselves.
+    """
+    names = " ".join(str(n.args[0]) for n in inside if op_of(n).startswith("auto_functionalized") and n.args)
+    if "kda" in names:
+        return "kda"
+    if "mla" in names:
+        return "mla"
+    outs = {f.out for f in linears}
+    for norm in view.each(RmsNorm):
+        source = view.strip(norm.x)
+        if norm.out not in inside or not isinstance(source, fx.Node):
+            continue
+        if source in outs or (view.canon(source).op == "slice" and view.strip(view.canon(source).inputs[0]) in outs):
+            return "mla"
+    return "kda"

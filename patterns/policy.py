@@ -1,0 +1,34 @@
+"""Turns a policy row into the engine's Kernel."""
+
+from __future__ import annotations
+
+from k3fuse.kernels.common.policy import MAX_M, Row, Table
+from k3fuse.patterns.symbols import M
+from k3fuse.rewriter.site import Kernel, Site
+from k3fuse.rewriter.target import Target
+
+
+def pick(table: Table, site: Site, target: Target) -> Kernel | None:
+    """Return the kernel of the row for the site's M; of all rows where M is symbolic.
+
+    A symbolic M is decided at run time, so the kernel reads "a<=8, b<=64" and counts the launches
+    of the first row. None for a target without rows.
+    """
+    rows = table.rows.get(target.name)
+    if not rows:
+        return None
+    value = site.values[M]
+    if value.is_Integer:
+        row = next((r for r in rows if r.m_min <= int(value) <= r.m_max), None)
+        return None if row is None else Kernel(_name(row), row.kernel is not None, row.launches, _span(row))
+    name = ", ".join(f"{_name(r)}<={r.m_max}" for r in rows) if len(rows) > 1 else _name(rows[0])
+    available = all(r.kernel is not None for r in rows)
+    return Kernel(name, available, rows[0].launches, f"decided at run time, stock above M={MAX_M}")
+
+
+def _name(row: Row) -> str:
+    return row.kernel or row.planned
+
+
+def _span(row: Row) -> str:
+    return f"M {row.m_min}..{row.m_max}: {row.reason}"

@@ -1,0 +1,110 @@
+"""`k3fuse bench rewrite`: how long the rewrite takes, against what torch does on the same graph."""
+
+from __future__ import annotations
+
+import copy
+import os
+import platform
+import time
+from typing import Any
+
+import torch
+from torch import fx
+
+from k3fuse.rewriter import sources
+from k3fuse.rewriter.engine import rewrite
+from k3fuse.rewriter.options import Options
+from k3fuse.rewriter.target import Target
+
+
+def machine() -> str:
+    """CPU model, cores, Python and torch versions: what a figure was measured on."""
+    model = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo") as file:
+            names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
+        model = names[0] if names else model
+    except OSError:
+        pass
+    return f"{model}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}"
+
+
+def measure(
+    layer_counts: list[int], target: str, compile_up_to: int, progress: sources.Progress
+) -> dict[str, Any]:
+    """Rows of layers, nodes, rewrite_seconds, microseconds_per_node and Inductor's times.
+
+    One small rewrite runs first, so that imports and traced templates are not counted as growth;
+    its own time is `first_rewrite_seconds`. compile_seconds is Inductor's compile of the same
+    (unrewritten) graph, measured up to `compile_up_to` layers, else None.
+    """
+    parsed = Target.parse(target)
+    first = _rewrite(_graph(parsed, 1, progress), parsed)
+    rows = []
+    for layers in layer_counts:
+        graph = _graph(parsed, layers, progress)
+        nodes = len(graph.module.graph.nodes)
+        progress(f"Inductor's pattern passes, {layers} layers")
+        inductor = _inductor_passes(graph.module)
+        compiled = None
+        if layers <= compile_up_to:
+            progress(f"Inductor's compile, {layers} layers")
+            compiled = _compile(graph.module)
+        progress(f"rewrite, {layers} layers")
+        seconds = _rewrite(graph, parsed)
+        rows.append(
+            {
+                "layers": layers,
+                "nodes": nodes,
+                "rewrite_seconds": round(seconds, 3),
+                "microseconds_per_node": round(1e6 * seconds / nodes, 1),
+                "inductor_pattern_seconds": round(inductor, 3),
+                "compile_seconds": None if compiled is None else round(compiled, 1),
+            }
+        )
+    return {
+        "schema": "k3fuse.bench/1",
+        "target": target,
+        "machine": machine(),
+        "first_rewrite_seconds": round(first, 3),
+        "rows": rows,
+    }
+
+
+def _graph(target: Target, layers: int, progress: sources.Progress) -> sources.SourceGraph:
+    return sources.load("kimi-k3", sources.SourceRequest(target, 8, layers, "", progress))[0]
+
+
+def _rewrite(graph: sources.SourceGraph, target: Target) -> float:
+    options = Options.make({"target": target, "plan": True, "groups": graph.groups, "log": "off"})
+    start = time.perf_counter()
+    rewrite(graph.module, options, source=graph.name)
+    return time.perf_counter() - start
+
+
+def _inputs(module: fx.GraphModule) -> list[Any]:
+    return [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
+
+
+def _inductor_passes(module: fx.GraphModule) -> float:
+    """Inductor's own joint and post-grad pattern passes over a copy of the graph."""
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._inductor.fx_passes.post_grad import post_grad_passes
+
+    copied = copy.deepcopy(module)
+    start = time.perf_counter()
+    with torch._inductor.virtualized.V.set_fake_mode(_inputs(module)[0].fake_mode):
+        joint_graph_passes(copied)
+        post_grad_passes(copied, is_inference=True)
+    return time.perf_counter() - start
+
+
+def _compile(module: fx.GraphModule) -> float:
+    from torch._inductor.compile_fx import compile_fx
+
+    copied = copy.deepcopy(module)
+    torch._inductor.config.force_disable_caches = True
+    start = time.perf_counter()
+    with _inputs(module)[0].fake_mode:
+        compile_fx(copied, _inputs(module))
+    return time.perf_counter() - start

@@ -1,0 +1,228 @@
+"""The only writer of graphs. Every change is an event; tests count them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from k3fuse.rewriter.canonical import shape_of
+from k3fuse.rewriter.reasons import Code, Reason
+from k3fuse.rewriter.site import Output, Replacement, Site
+from k3fuse.rewriter.subgraph import ExtractError, view_sizes
+
+
+@dataclass(frozen=True)
+class Event:
+    """One change: a node inserted, erased, or its uses replaced by another node."""
+
+    kind: Literal["inserted", "erased", "replaced"]
+    node: str
+    by: str = ""
+
+
+class EditError(RuntimeError):
+    """The editor refused before touching the graph; carries the reason."""
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+@dataclass
+class Editor:
+    """Replaces sites in one graph module, one op call a site."""
+
+    module: fx.GraphModule
+    events: list[Event] = field(default_factory=list)
+    listeners: list[Callable[[Event], None]] = field(default_factory=list)
+    replaced: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    _unordered: bool = False
+
+    def _tell(self, kind: Literal["inserted", "erased", "replaced"], node: str, by: str = "") -> None:
+        event = Event(kind, node, by)
+        self.events.append(event)
+        for listener in self.listeners:
+            listener(event)
+
+    def current(self, node: fx.Node) -> fx.Node:
+        """Return the node that stands for `node` now, after earlier replacements."""
+        while node in self.replaced:
+            node = self.replaced[node]
+        return node
+
+    def replace(self, site: Site, planned: Replacement) -> fx.Node:
+        """Put the op in the site's place. Raises EditError with the graph untouched.
+
+        `planned` may name nodes that an earlier call replaced. The op's fake results must have the
+        dtype of the values they stand for and the same number of elements; a view restores the
+        shape where only that differs.
+        """
+        args, kwargs = pytree.tree_map_only(fx.Node, self.current, (planned.args, planned.kwargs))
+        outputs = tuple(
+            Output(o.node, self.current(o.source) if isinstance(o.source, fx.Node) else o.source)
+            for o in planned.outputs
+        )
+        replacement = Replacement(planned.op, args, kwargs, outputs)
+        values = self._results(replacement)
+        self._check_results(replacement, values)
+        graph = self.module.graph
+        inner = set(site.nodes)
+        operands = [self.current(n) for n in site.operand_nodes()]
+        anchor = max([*operands, *self._last_placeholder()])
+        self._unordered |= any(
+            u < anchor for o in outputs for u in o.node.users if u not in inner
+        )
+        with graph.inserting_after(anchor):
+            call = graph.call_function(replacement.op, replacement.args, replacement.kwargs)
+        self._describe(call, site, values)
+        self._tell("inserted", call.name)
+        previous, results = call, []
+        for i, value in enumerate(values):
+            with graph.inserting_after(previous):
+                item = graph.call_function(operator.getitem, (call, i))
+            self._describe(item, site, value)
+            self._tell("inserted", item.name)
+            results.append(item)
+            previous = item
+        self._rewire(replacement, results, previous, site)
+        self._erase(site)
+        for item in results:
+            if not item.users:
+                self._tell("erased", item.name)
+                graph.erase_node(item)
+        return call
+
+    def _last_placeholder(self) -> list[fx.Node]:
+        last = None
+        for node in self.module.graph.nodes:
+            if node.op not in ("placeholder", "get_attr"):
+                break
+            last = node
+        return [last] if last is not None else []
+
+    def _results(self, replacement: Replacement) -> tuple[Any, ...]:
+        nodes = [n for n in pytree.arg_tree_leaves(*replacement.args, **replacement.kwargs)]
+        mode = next(
+            (
+                m for n in nodes
+                if isinstance(n, fx.Node) and (m := getattr(n.meta.get("val"), "fake_mode", None))
+            ),
+            None,
+        )  # fmt: skip
+        args, kwargs = pytree.tree_map_only(
+            fx.Node, lambda n: n.meta["val"], (replacement.args, replacement.kwargs)
+        )
+        if mode is None:
+            out = replacement.op(*args, **kwargs)
+        else:
+            with mode:
+                out = replacement.op(*args, **kwargs)
+        return tuple(out) if isinstance(out, (list, tuple)) else (out,)
+
+    def _check_results(self, replacement: Replacement, values: tuple[Any, ...]) -> None:
+        for output in replacement.outputs:
+            if not isinstance(output.source, int):
+                continue
+            if output.source >= len(values):
+                raise EditError(
+                    Reason(
+                        Code.OP_MISMATCH,
+                        f"{replacement.op} gives {len(values)} results, the site needs one more",
+                        (output.node.name,),
+                    )
+                )
+            have, want = values[output.source], output.node.meta["val"]
+            if have.dtype != want.dtype or have.device != want.device:
+                raise EditError(
+                    Reason(
+                        Code.DTYPE_MISMATCH,
+                        f"{output.node.name} is {want.dtype} on {want.device}, the fused op gives "
+                        f"{have.dtype} on {have.device}",
+                        (output.node.name,),
+                        expected=str(want.dtype),
+                        actual=str(have.dtype),
+                    )
+                )
+            if not want.is_contiguous() or (have.numel() != want.numel()) is True:
+                raise EditError(
+                    Reason(
+                        Code.STRIDE_OR_ALIGN,
+                        f"{output.node.name} has shape {tuple(want.shape)} and stride {want.stride()}, "
+                        f"the fused op gives contiguous {tuple(have.shape)}",
+                        (output.node.name,),
+                        expected=str(tuple(want.shape)),
+                        actual=str(tuple(have.shape)),
+                    )
+                )
+            try:
+                view_sizes(shape_of(output.node))
+            except ExtractError as error:
+                raise EditError(Reason(Code.SHAPE_MISMATCH, str(error), (output.node.name,))) from error
+
+    def _rewire(
+        self, replacement: Replacement, results: list[fx.Node], previous: fx.Node, site: Site
+    ) -> None:
+        graph = self.module.graph
+        inner = set(site.nodes)
+        for output in replacement.outputs:
+            if isinstance(output.source, int):
+                new = results[output.source]
+                if shape_of(new) != shape_of(output.node):
+                    with graph.inserting_after(previous):
+                        new = graph.call_function(
+                            torch.ops.aten.view.default, (new, view_sizes(shape_of(output.node)))
+                        )
+                    self._describe(new, site, output.node.meta["val"])
+                    self._tell("inserted", new.name)
+                    previous = new
+            elif isinstance(output.source, fx.Node):
+                new = output.source
+            else:
+                before = set(graph.nodes)
+                with graph.inserting_after(previous):
+                    new = output.source(graph, results, self.current)
+                for node in graph.nodes:
+                    if node not in before:
+                        self._describe(node, site, output.node.meta["val"])
+                        self._tell("inserted", node.name)
+                previous = new
+            output.node.replace_all_uses_with(new, delete_user_cb=lambda u: u not in inner)
+            self.replaced[output.node] = new
+            self._tell("replaced", output.node.name, new.name)
+
+    def _erase(self, site: Site) -> None:
+        """Erase what nothing reads any more; a shared view of an operand or weight may stay."""
+        for node in reversed(site.nodes):
+            if not node.users:
+                self._tell("erased", node.name)
+                self.module.graph.erase_node(node)
+
+    def _describe(self, node: fx.Node, site: Site, value: Any) -> None:
+        # Only the fake value and the stack trace carry over. An old node's `eager_input_vals`
+        # describes other arguments and breaks Inductor's layout constraints.
+        node.meta["val"] = list(value) if isinstance(value, tuple) else value
+        trace = site.anchor.meta.get("stack_trace")
+        if trace:
+            node.meta["stack_trace"] = trace
+        node.meta["k3fuse"] = {
+            "pattern": site.pattern,
+            "form": site.form,
+            "layer": site.layer,
+            "replaced": [n.name for n in site.nodes],
+        }
+
+    def finish(self) -> None:
+        """Restore topological order where an output was read above its new place; recompile."""
+        if self._unordered:
+            from torch._inductor.pattern_matcher import stable_topological_sort
+
+            stable_topological_sort(self.module.graph)
+            self._unordered = False
+        self.module.graph.lint()
+        self.module.recompile()

@@ -1,0 +1,279 @@
+"""One rewrite of one graph: match sites, ask guards, edit, verify, report."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torch import fx
+
+from k3fuse.rewriter import guards as guard_engine
+from k3fuse.rewriter import safety
+from k3fuse.rewriter.edit import EditError, Editor
+from k3fuse.rewriter.graph_text import node_lines
+from k3fuse.rewriter.options import Options
+from k3fuse.rewriter.pattern import Pattern, load_patterns
+from k3fuse.rewriter.reasons import Code, Reason, Refusal
+from k3fuse.rewriter.report import Report
+from k3fuse.rewriter.site import Replacement, Site
+from k3fuse.rewriter.target import Target
+from k3fuse.rewriter.verify import snapshot, verify
+from k3fuse.rewriter.view import GraphView
+
+Progress = Callable[[str], None]
+
+_LAYER = re.compile(r"layers?[._](\d+)(?:[._]|$)")
+
+
+def rewrite(
+    module: fx.GraphModule,
+    options: Options,
+    *,
+    source: str = "graph",
+    patterns: tuple[Pattern, ...] | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Rewrite `module` in place and report. A graph without an accepted site is not touched.
+
+    The graph must be a functional ATen graph with fake values in meta["val"].
+    """
+    target = options.target or Target.detect()
+    loaded = load_patterns() if patterns is None else patterns
+    say = progress or (lambda _: None)
+    report = Report(
+        source=source,
+        target=target.name,
+        m=None,
+        tp=target.tp,
+        patterns=tuple(p.name for p in loaded),
+        expected=dict(options.expect),
+        changed_options=options.changed(),
+        plan=options.plan,
+    )
+    start = time.perf_counter()
+
+    @contextmanager
+    def phase(name: str) -> Iterator[None]:
+        say(name)
+        begin = time.perf_counter()
+        yield
+        report.phases[name] = report.phases.get(name, 0.0) + time.perf_counter() - begin
+
+    with phase("read"):
+        view = GraphView(module.graph, options.groups)
+        report.nodes_before = report.nodes_after = len(view.nodes)
+    with phase("match"):
+        _match(view, loaded, report)
+        _number_layers(view, report, options)
+    with phase("guard"):
+        for site in report.sites:
+            _judge(site, view, loaded, target, options)
+        _shadow(report, loaded)
+        _token_count(report)
+    if not report.found or options.dry_run:
+        report.seconds = time.perf_counter() - start
+        return report
+    with phase("edit"):
+        before = snapshot(module.graph)
+        editor = Editor(module)
+        _edit(editor, view, loaded, report, target)
+    with phase("verify"):
+        if options.validate != "off":
+            verify(module, before)
+        report.validated = "off" if options.validate == "off" else "structure"
+    report.events = Counter(e.kind for e in editor.events)
+    report.nodes_after = len(module.graph.nodes)
+    report.launches = launches(report)
+    report.seconds = time.perf_counter() - start
+    return report
+
+
+def _match(view: GraphView, patterns: tuple[Pattern, ...], report: Report) -> None:
+    for pattern in patterns:
+        for found in pattern.find(view):
+            if isinstance(found, Site):
+                report.sites.append(found)
+            else:
+                report.near.append(found)
+    report.sites.sort(key=lambda s: view.index[s.nodes[0]])
+
+
+def _layer_named(node: fx.Node) -> int | None:
+    """Layer number in the node's module path, or in the name of a parameter it reads."""
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = [str(v[0] if isinstance(v, tuple) else v) for v in stack.values()]
+    paths.append(str(node.meta.get("module", "")))
+    for path in reversed(paths):
+        if found := _LAYER.search(path):
+            return int(found[1])
+    return None
+
+
+def _number_layers(view: GraphView, report: Report, options: Options) -> None:
+    """Layer of each site: from module paths or parameter names, else counted by output projections.
+
+    A layer has one output projection; the attention side of a layer comes before it in the graph,
+    the rest of the layer behind it.
+    """
+    ends = sorted(view.index[s.anchor] for s in report.sites if s.pattern == "output_projection")
+    for item in [*report.sites, *report.near]:
+        if isinstance(item, Site) and item.outside_layers:
+            continue
+        nodes = item.nodes if isinstance(item, Site) else (item.anchor,)
+        named = [n for x in nodes if (n := _layer_named(x)) is not None]
+        weights = [w.name for x in nodes for w in x.all_input_nodes if w.op in ("placeholder", "get_attr")]
+        named += [int(f[1]) for w in weights if (f := _LAYER.search(w))]
+        if named:
+            item.layer = Counter(named).most_common(1)[0][0]
+            continue
+        position = view.index[item.anchor]
+        passed = sum(1 for e in ends if e < position)
+        before_end = item.pattern in ("attention_projection", "attn_res", "output_projection")
+        item.layer = options.first_layer + (passed if before_end else max(passed - 1, 0))
+
+
+def _judge(
+    site: Site, view: GraphView, patterns: tuple[Pattern, ...], target: Target, options: Options
+) -> None:
+    pattern = next(p for p in patterns if p.name == site.pattern)
+    site.source = source_line(site.anchor)
+    names = (site.anchor.name,)
+    if not target.arch:
+        site.refuse(
+            Reason(
+                Code.ARCH_UNSUPPORTED,
+                "no target was named and this process has no GPU the kernels are for",
+                names,
+                expected="gb300:tp8 or gb300:tp16",
+                actual="none",
+            )
+        )
+        return
+    site.guards, reasons = guard_engine.failures(
+        pattern.guards,
+        site.values,
+        view.shape_env,
+        names,
+        kernel_scope=not target.is_reference,
+        seen=view.notes.setdefault("guards", {}),
+    )
+    site.refuse(*reasons) if reasons else None
+    if unsafe := safety.check(site, view):
+        site.refuse(*unsafe)
+    if site.pattern in options.disable:
+        site.refuse(Reason(Code.DISABLED_BY_USER, f"pattern {site.pattern} is disabled", names))
+    if options.only_layers is not None and site.layer not in options.only_layers:
+        site.refuse(Reason(Code.DISABLED_BY_USER, f"layer {site.layer} is not in only_layers", names))
+    if site.outcome != "found":
+        return
+    site.kernel = pattern.kernel(site, target)
+    if site.kernel is None or not (site.kernel.available or options.plan):
+        planned = f" (planned: {site.kernel.name})" if site.kernel else ""
+        site.refuse(
+            Reason(
+                Code.KERNEL_UNAVAILABLE,
+                f"no {site.pattern} kernel is built for {target.name}{planned}",
+                names,
+                expected=f"a kernel for {target.name}",
+                actual="none",
+            )
+        )
+
+
+def _shadow(report: Report, patterns: tuple[Pattern, ...]) -> None:
+    """Where two accepted sites share a computing node, the higher priority keeps it."""
+    priority = {p.name: p.priority for p in patterns}
+    taken: dict[fx.Node, Site] = {}
+    for site in sorted(report.found, key=lambda s: -priority[s.pattern]):
+        shared = [n for n in site.nodes if n in taken and not _is_plain_view(n)]
+        if shared:
+            other = taken[shared[0]]
+            site.refuse(
+                Reason(
+                    Code.SHADOWED_BY,
+                    f"{other.pattern} of layer {other.layer} takes {shared[0].name}",
+                    (shared[0].name,),
+                    expected="nodes of its own",
+                    actual=other.pattern,
+                )
+            )
+            continue
+        taken.update(dict.fromkeys(site.nodes, site))
+
+
+def _is_plain_view(node: fx.Node) -> bool:
+    from k3fuse.rewriter.canonical import canonical
+
+    return canonical(node).op in ("reshape", "permute", "slice", "cast")
+
+
+def _token_count(report: Report) -> None:
+    for site in report.sites:
+        for symbol, value in site.values.items():
+            if symbol.name == "M":
+                report.m = int(value) if value.is_Integer else str(value)
+                return
+
+
+def _edit(
+    editor: Editor, view: GraphView, patterns: tuple[Pattern, ...], report: Report, target: Target
+) -> None:
+    """Replace every accepted site. All replacements are made before the first edit."""
+    by_name = {p.name: p for p in patterns}
+    planned: list[tuple[Site, Replacement]] = []
+    for site in report.found:
+        site.before = "\n".join(node_lines(site.nodes))
+        try:
+            planned.append((site, by_name[site.pattern].replacement(site, view, target)))
+        except Refusal as refusal:
+            site.refuse(refusal.reason)
+    for site, replacement in planned:
+        try:
+            call = editor.replace(site, replacement)
+        except EditError as error:
+            site.refuse(error.reason)
+            continue
+        site.new_node = call.name
+        site.after = "\n".join(node_lines([call, *call.users]))
+    if editor.events:
+        editor.finish()
+
+
+def source_line(node: fx.Node) -> str:
+    """Last model line of the node's stack trace, "file.py:12 code", or ""."""
+    stored = node.meta.get("source")
+    if stored:
+        return str(stored)
+    trace = node.meta.get("stack_trace") or ""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in .*\n\s*(.+)', trace)
+    if not frames:
+        return ""
+    path, line, code = frames[-1]
+    return f"{path.rsplit('/', 1)[-1]}:{line} {code.strip()}"
+
+
+def launches(report: Report) -> dict[str, object]:
+    """Kernels launched by one layer of each kind after the rewrite, from the policies.
+
+    The attention core is not rewritten: one launch for KDA, three for MLA (query, core, value).
+    None where a family of the layer was not accepted, or hides launches in an opaque op.
+    """
+    per_layer: dict[int, dict[str, Site]] = {}
+    for site in report.found:
+        if site.layer is not None:
+            per_layer.setdefault(site.layer, {}).setdefault(site.pattern, site)
+    out: dict[str, object] = {"kda_layer": None, "mla_layer": None}
+    for kind, core in (("kda", 1), ("mla", 3)):
+        for sites in per_layer.values():
+            projection = sites.get("attention_projection")
+            if projection is None or projection.form.split()[0] != kind:
+                continue
+            if set(report.patterns) - set(sites) or any(s.form == "tail" for s in sites.values()):
+                continue
+            total = sum(s.kernel.launches for s in sites.values() if s.kernel is not None)
+            out[f"{kind}_layer"] = total + core
+            break
+    return out

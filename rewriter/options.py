@@ -1,0 +1,118 @@
+"""Options of the backend and the command, in one dataclass, with environment overrides."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from k3fuse.rewriter.target import Target
+
+INNER = ("inductor", "aot_eager", "eager")
+VALIDATE = ("off", "structure", "values")
+LOG = ("off", "summary", "explain", "all")
+
+
+class OptionError(ValueError):
+    """An option that does not exist or has a wrong value."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to rewrite.
+
+    target: see Target.parse; None detects it. inner: what compiles the rewritten graph.
+    plan: treat kernels that do not exist yet as if they did. dry_run: match and
+    report, edit nothing. strict: an expected site that was not
+    rewritten, or a rank that disagrees, is an error. expect: pattern name -> expected sites; sites
+    of all graphs of one model are added up by the caller. disable: pattern names left alone.
+    only_layers: rewrite only these layers (None: all). first_layer: number of the graph's first
+    layer. validate: checks after the rewrite. dump_dir: folder for text dumps ("": none).
+    groups: process group name -> ranks, where torch.distributed cannot tell.
+    """
+
+    target: Target | None = None
+    inner: Literal["inductor", "aot_eager", "eager"] = "inductor"
+    plan: bool = False
+    dry_run: bool = False
+    strict: bool = False
+    expect: Mapping[str, int] = field(default_factory=dict)
+    disable: tuple[str, ...] = ()
+    only_layers: tuple[int, ...] | None = None
+    first_layer: int = 0
+    validate: Literal["off", "structure", "values"] = "structure"
+    log: Literal["off", "summary", "explain", "all"] = "summary"
+    dump_dir: str = ""
+    groups: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("inner", self.inner, INNER),
+            ("validate", self.validate, VALIDATE),
+            ("log", self.log, LOG),
+        ):
+            if value not in known:
+                raise OptionError(f"option {name}={value!r} is unknown; use one of {', '.join(known)}")
+
+    @classmethod
+    def make(cls, given: Mapping[str, Any] | None = None) -> Options:
+        """Build from a user's dict; environment variables fill what the dict leaves out.
+
+        Raises OptionError naming the option, its value and what exists.
+        """
+        values: dict[str, Any] = dict(_environment())
+        values.update(given or {})
+        known = {f.name for f in dataclasses.fields(cls)}
+        for name in values:
+            if name not in known:
+                raise OptionError(f"option {name!r} does not exist; use one of {', '.join(sorted(known))}")
+        target = values.get("target")
+        if isinstance(target, str):
+            values["target"] = Target.parse(target)
+        elif target is not None and not isinstance(target, Target):
+            raise OptionError(f"option target={target!r} is no target; use a string such as 'gb300:tp8'")
+        for name in ("disable", "only_layers"):
+            value = values.get(name)
+            if isinstance(value, str):
+                raise OptionError(f"option {name}={value!r} is a string; use a list")
+            if value is not None:
+                values[name] = tuple(value)
+        for name in ("plan", "strict", "dry_run"):
+            if name in values and not isinstance(values[name], bool):
+                raise OptionError(f"option {name}={values[name]!r} is no bool; use True or False")
+        return cls(**values)
+
+    def changed(self) -> dict[str, Any]:
+        """Options that differ from their defaults, as text, for the summary."""
+        out: dict[str, Any] = {}
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            default = f.default if f.default is not dataclasses.MISSING else f.default_factory()  # type: ignore[misc]
+            if value != default and f.name not in ("target", "groups", "expect"):
+                out[f.name] = value
+        return out
+
+
+def _environment() -> dict[str, Any]:
+    """K3FUSE_TARGET, _DUMP_DIR, _LOG, _DISABLE, _ONLY_LAYERS, _STRICT, _PLAN, _DRY_RUN, _VALIDATE, _INNER."""
+    found: dict[str, Any] = {}
+    for name in ("target", "dump_dir", "log", "validate", "inner"):
+        text = os.environ.get(f"K3FUSE_{name.upper()}")
+        if text:
+            found[name] = text
+    for name in ("strict", "plan", "dry_run"):
+        text = os.environ.get(f"K3FUSE_{name.upper()}")
+        if text:
+            if text not in ("0", "1"):
+                raise OptionError(f"K3FUSE_{name.upper()}={text!r} is neither 0 nor 1")
+            found[name] = text == "1"
+    if text := os.environ.get("K3FUSE_DISABLE"):
+        found["disable"] = tuple(p.strip() for p in text.split(",") if p.strip())
+    if text := os.environ.get("K3FUSE_ONLY_LAYERS"):
+        try:
+            found["only_layers"] = tuple(int(p) for p in text.split(","))
+        except ValueError:
+            raise OptionError(f"K3FUSE_ONLY_LAYERS={text!r} is no list of integers, e.g. 0,3,12") from None
+    return found

@@ -1,0 +1,55 @@
+"""What a pattern author writes: how sites are found, which guards hold, what replaces them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from typing import ClassVar
+
+from k3fuse.rewriter.guards import Guard
+from k3fuse.rewriter.site import Kernel, NearMiss, Replacement, Site
+from k3fuse.rewriter.target import Target
+from k3fuse.rewriter.view import GraphView
+
+
+class Pattern(ABC):
+    """One family of sites.
+
+    name: stable, used on the command line and in JSON. guards: all of them, in the order they are
+    asked. priority: higher takes contested nodes first. summary: one line for docs.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    guards: ClassVar[tuple[Guard, ...]]
+    priority: ClassVar[int] = 0
+
+    @abstractmethod
+    def find(self, view: GraphView) -> Iterator[Site | NearMiss]:
+        """Yield every site and near miss, in graph order. Must not edit the graph."""
+
+    @abstractmethod
+    def replacement(self, site: Site, view: GraphView, target: Target) -> Replacement:
+        """Return the op call that takes the site's place. Must not edit the graph."""
+
+    @abstractmethod
+    def kernel(self, site: Site, target: Target) -> Kernel | None:
+        """Return the kernel the policy picks for the site, or None where no row covers it."""
+
+
+def load_patterns() -> tuple[Pattern, ...]:
+    """Instantiate every pattern registered under the `k3fuse.patterns` entry point group.
+
+    Raises RuntimeError where two patterns carry one name.
+    """
+    found: dict[str, Pattern] = {}
+    for entry in sorted(entry_points(group="k3fuse.patterns"), key=lambda e: e.name):
+        for pattern_class in entry.load():
+            if pattern_class.name in found:
+                raise RuntimeError(
+                    f"pattern name {pattern_class.name!r} is registered twice "
+                    f"(entry point {entry.name!r}); rename one"
+                )
+            found[pattern_class.name] = pattern_class()
+    return tuple(found.values())

@@ -1,0 +1,138 @@
+"""Whether taking a site's nodes out of the graph can change anything else.
+
+Four questions, each answered with a reason: is an inner value read outside, does something between
+the site's nodes write what they read, would a view keep pointing at what went away, and can the
+site be one node at all (no path leaves it and comes back).
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from k3fuse.rewriter.reasons import Code, Reason
+from k3fuse.rewriter.site import Site
+from k3fuse.rewriter.view import GraphView
+
+
+def insertion_index(site: Site, view: GraphView) -> int:
+    """Index of the last operand: the fused op goes right behind it (or behind the placeholders)."""
+    operands = [view.index[n] for n in site.operand_nodes()]
+    placeholders = [view.index[n] for n in view.by_op.get("placeholder", ())]
+    return max([*operands, *placeholders, -1])
+
+
+def check(site: Site, view: GraphView) -> list[Reason]:
+    """Return every reason why the site must stay as it is (empty: safe to replace)."""
+    missing = [n.name for n in (*site.outputs, *site.operand_nodes()) if n.meta.get("val") is None]
+    if missing:
+        return [
+            Reason(
+                Code.META_MISSING,
+                f"no fake value on {', '.join(missing[:3])}",
+                tuple(missing),
+                expected="meta['val']",
+                actual="nothing",
+            )
+        ]
+    return [*_escapes(site, view), *_mutations(site, view), *_returns(site, view)]
+
+
+def _recomputable(site: Site, view: GraphView) -> set[fx.Node]:
+    """Inner nodes that only reshape, slice or widen operands or weights: cheap to leave behind."""
+    operands = {view.strip(n) for n in site.operand_nodes()} | set(site.operand_nodes())
+    found: set[fx.Node] = set()
+    for node in site.nodes:
+        spelled = view.canon(node)
+        if spelled.op not in ("reshape", "permute", "slice", "cast"):
+            continue
+        source = spelled.inputs[0]
+        if source in operands or source in found or view.is_weight(source):
+            found.add(node)
+    return found
+
+
+def _escapes(site: Site, view: GraphView) -> list[Reason]:
+    inner, outputs = set(site.nodes), set(site.outputs)
+    spared = _recomputable(site, view)
+    reasons = []
+    for node in site.nodes:
+        if node in outputs or node in spared:
+            continue
+        outside = [u for u in node.users if u not in inner]
+        if outside:
+            reader = "the graph's output" if outside[0].op == "output" else outside[0].name
+            reasons.append(
+                Reason(
+                    Code.USER_ESCAPES,
+                    f"{node.name} also feeds {reader}",
+                    (node.name, outside[0].name),
+                    expected="read inside the site only",
+                    actual=", ".join(u.name for u in outside[:3]),
+                )
+            )
+    return reasons
+
+
+def _mutations(site: Site, view: GraphView) -> list[Reason]:
+    if not view.mutations:
+        return []
+    indices = [view.index[n] for n in site.nodes]
+    low = min(indices)
+    high = max(*indices, insertion_index(site, view))
+    read = {view.root(n) for n in site.operand_nodes()}
+    made = {view.root(n) for n in site.nodes} - read
+    reasons = []
+    for mutation in view.mutations:
+        if mutation.node in site.nodes:
+            continue
+        if low <= mutation.index <= high and mutation.roots & read:
+            what = next(iter(mutation.roots & read)).name
+            reasons.append(
+                Reason(
+                    Code.MUTATION_BETWEEN,
+                    f"{mutation.node.name} writes {what} between nodes that read it",
+                    (mutation.node.name, what),
+                    expected="no write inside the site",
+                    actual=mutation.node.name,
+                )
+            )
+        elif mutation.roots & made:
+            what = next(iter(mutation.roots & made)).name
+            reasons.append(
+                Reason(
+                    Code.ALIAS_RISK,
+                    f"{mutation.node.name} writes into {what}, whose storage the site owns",
+                    (mutation.node.name, what),
+                    expected="no write into the site's values",
+                    actual=mutation.node.name,
+                )
+            )
+    return reasons
+
+
+def _returns(site: Site, view: GraphView) -> list[Reason]:
+    """Refuse where an operand depends on an output through nodes outside the site."""
+    last = insertion_index(site, view)
+    inner = set(site.nodes)
+    frontier = [
+        u for o in site.outputs for u in o.users if u not in inner and view.index[u] <= last
+    ]
+    seen: set[fx.Node] = set(frontier)
+    operands = set(site.operand_nodes())
+    while frontier:
+        node = frontier.pop()
+        if node in operands:
+            return [
+                Reason(
+                    Code.INTERPOSED_OP,
+                    f"{node.name} is computed from the site's output and read by the site",
+                    (node.name,),
+                    expected="operands that do not depend on the site",
+                    actual=node.name,
+                )
+            ]
+        for user in node.users:
+            if user not in seen and user not in inner and view.index[user] <= last:
+                seen.add(user)
+                frontier.append(user)
+    return []

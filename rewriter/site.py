@@ -1,0 +1,120 @@
+"""Sites: places in a graph that a pattern found, with everything the editor and report need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import sympy
+from torch import fx
+
+from k3fuse.rewriter.guards import GuardResult, Value
+from k3fuse.rewriter.reasons import Reason
+
+Outcome = Literal["found", "refused", "near"]
+
+# Builds a node from the op's results; the last argument maps a node to the one that stands for it
+# after earlier replacements.
+Build = Callable[[fx.Graph, list[fx.Node], Callable[[fx.Node], fx.Node]], fx.Node]
+# Where an output of the site comes from afterwards: the op's i-th result, a node that already
+# exists, or a node built from the results.
+Source = int | fx.Node | Build
+
+
+@dataclass(frozen=True)
+class Output:
+    """One value the rest of the graph reads from the site."""
+
+    node: fx.Node
+    source: Source
+
+
+@dataclass
+class Replacement:
+    """What takes a site's place: one op call.
+
+    args, kwargs: nodes, lists of nodes and literals, by the op's schema.
+    outputs: every value read outside, and where it comes from.
+    """
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[Output, ...]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The kernel that a policy picked. available: compiled for the target and usable now."""
+
+    name: str
+    available: bool
+    launches: int
+    policy: str = ""
+
+
+@dataclass
+class Site:
+    """One match.
+
+    nodes: covered graph nodes in graph order. values: what the guards are evaluated on.
+    operands: named operands for the pattern's replacement (nodes, lists of nodes, None).
+    outputs: covered nodes that the rest of the graph may read. facts: the pattern's own record.
+    outside_layers: the site belongs to no layer (the mix behind the last one).
+    """
+
+    pattern: str
+    form: str
+    anchor: fx.Node
+    nodes: tuple[fx.Node, ...]
+    operands: Mapping[str, Any]
+    outputs: tuple[fx.Node, ...]
+    values: Mapping[sympy.Symbol, Value]
+    notes: tuple[str, ...] = ()
+    facts: Any = None
+    outside_layers: bool = False
+    layer: int | None = None
+    outcome: Outcome = "found"
+    reasons: list[Reason] = field(default_factory=list)
+    guards: list[GuardResult] = field(default_factory=list)
+    kernel: Kernel | None = None
+    new_node: str = ""
+    before: str = ""
+    after: str = ""
+    source: str = ""
+
+    def operand_nodes(self) -> list[fx.Node]:
+        """All operand nodes, lists flattened, without repeats, in order."""
+        return list(dict.fromkeys(flatten_nodes(self.operands.values())))
+
+    def refuse(self, *reasons: Reason) -> None:
+        """Mark the site refused and keep why."""
+        self.outcome = "refused"
+        self.reasons.extend(reasons)
+
+
+@dataclass
+class NearMiss:
+    """A place that looked like the pattern and was not it, with the reason."""
+
+    pattern: str
+    anchor: fx.Node
+    reason: Reason
+    layer: int | None = None
+
+
+def flatten_nodes(values: Any) -> list[fx.Node]:
+    """Nodes in nested lists, tuples and dict values, in order."""
+    found: list[fx.Node] = []
+    for value in values:
+        if isinstance(value, fx.Node):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += flatten_nodes(value)
+    return found
+
+
+def in_order(nodes: Sequence[fx.Node], index: Mapping[fx.Node, int]) -> tuple[fx.Node, ...]:
+    """Unique nodes in graph order."""
+    return tuple(sorted(set(nodes), key=index.__getitem__))

@@ -1,0 +1,399 @@
+"""Templates: a concept's decomposed form, obtained by tracing a small reference function.
+
+The function is traced with the shapes and dtypes found in the graph, at the graph's own level of
+decomposition, so that the form follows torch's versions instead of being written down. Matching is
+exact: every operation, attribute, dtype and shape, except that reshapes are looked through, sums
+and products commute, and numbers named in `captures` are read instead of compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from k3fuse.rewriter.canonical import COMMUTATIVE, Canonical, dtype_of, rank_of, shape_of
+from k3fuse.rewriter.reasons import Code, Reason
+from k3fuse.rewriter.view import GraphView
+
+# A symbolic token count is traced as this prime; no dimension of a model is a multiple of it.
+_PRIME = 1_000_003
+
+Shape = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A number the template reads from the graph: traced as `sentinel`, returned under its name."""
+
+    name: str
+    sentinel: float
+
+
+@dataclass(frozen=True)
+class Template:
+    """A reference function and the numbers it captures.
+
+    fn: called with fake tensors in `arguments` order (an argument may be a list of tensors), then
+    `static` keyword values; captured numbers are passed by name as their sentinel. Returns one
+    tensor or a tuple.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    arguments: tuple[str, ...]
+    captures: tuple[Captured, ...] = ()
+
+
+@dataclass(frozen=True)
+class Like:
+    """Stands for an operand that is not found yet: its shape and dtype are enough to trace."""
+
+    shape: Shape
+    dtype: torch.dtype
+
+
+@dataclass
+class TemplateMatch:
+    """bindings: argument name (`name.i` for list items) -> node; numbers: captured values."""
+
+    bindings: dict[str, fx.Node] = field(default_factory=dict)
+    numbers: dict[str, float] = field(default_factory=dict)
+    pairs: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    passed: dict[fx.Node, None] = field(default_factory=dict)
+
+    def copy(self) -> TemplateMatch:
+        """Shallow copy, for trying one operand order."""
+        return TemplateMatch(
+            dict(self.bindings), dict(self.numbers), dict(self.pairs), dict(self.passed)
+        )
+
+    def nodes(self, view: GraphView) -> tuple[fx.Node, ...]:
+        """Graph nodes covered, reshapes between them included, in graph order."""
+        covered = set(self.pairs.values()) | set(self.passed)
+        bound = {view.strip(n) for n in self.bindings.values()} | set(self.bindings.values())
+        return tuple(sorted(covered - bound, key=view.index.__getitem__))
+
+
+@dataclass
+class Mismatch:
+    """The deepest point a match reached: how many nodes fitted, and what differed."""
+
+    depth: int
+    reason: Reason
+
+
+class _Tracing:
+    """Traced forms, cached by function, shapes, dtypes, static values and level."""
+
+    def __init__(self) -> None:
+        self.cache: dict[Any, tuple[fx.Graph, fx.Node]] = {}
+
+
+_TRACES = _Tracing()
+
+
+def _concrete(shape: Shape, tokens: sympy.Basic | None) -> list[int]:
+    sizes = []
+    for size in shape:
+        if isinstance(size, int):
+            sizes.append(size)
+        elif tokens is not None:
+            ratio = sympy.simplify(size / tokens)
+            if not ratio.is_Integer:
+                raise ValueError(f"shape {shape}: {size} is no multiple of the token count {tokens}")
+            sizes.append(int(ratio) * _PRIME)
+        else:
+            raise ValueError(f"shape {shape} has a symbol and no token count was given")
+    return sizes
+
+
+def tokens_of(shape: Shape) -> sympy.Basic | None:
+    """Return the symbolic leading size of a row shape, or None where it is static."""
+    return shape[0] if shape and isinstance(shape[0], sympy.Basic) else None
+
+
+@lru_cache(maxsize=1)
+def _inductor_table() -> dict[Any, Any]:
+    from torch._inductor.decomposition import select_decomp_table
+
+    return dict(select_decomp_table())
+
+
+def _spec(value: Any, tokens: sympy.Basic | None) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(_spec(v, tokens) for v in value)
+    if isinstance(value, Like):
+        return (tuple(_concrete(value.shape, tokens)), value.dtype)
+    tensor = value.meta["val"]
+    return (tuple(_concrete(shape_of(value), tokens)), tensor.dtype)
+
+
+def _materialise(spec: Any) -> Any:
+    if spec and isinstance(spec[-1], torch.dtype):
+        shape, dtype = spec
+        return torch.empty(shape, dtype=dtype)
+    return [_materialise(s) for s in spec]
+
+
+def trace(
+    template: Template,
+    operands: Mapping[str, Any],
+    tokens: sympy.Basic | None,
+    static: Mapping[str, Any],
+    level: str,
+) -> tuple[fx.Graph, fx.Node]:
+    """Trace the reference function for these operands; level "aot" or "inductor"."""
+    specs = tuple(_spec(operands[name], tokens) for name in template.arguments)
+    key = (template.name, template.fn, specs, tuple(sorted(static.items())), level)
+    found = _TRACES.cache.get(key)
+    if found is not None:
+        return found
+    table = _inductor_table() if level == "inductor" else {}
+    numbers = {c.name: c.sentinel for c in template.captures}
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        examples = [_materialise(spec) for spec in specs]
+        flat: list[torch.Tensor] = []
+        layout: list[int] = []  # -1: one tensor; n: a list of n
+        for example in examples:
+            flat += example if isinstance(example, list) else [example]
+            layout.append(len(example) if isinstance(example, list) else -1)
+
+        def call(*tensors: torch.Tensor) -> Any:
+            it = iter(tensors)
+            args = [next(it) if n < 0 else [next(it) for _ in range(n)] for n in layout]
+            return template.fn(*args, **numbers, **static)
+
+        graph = make_fx(call, decomposition_table=table, tracing_mode="real")(*flat).graph
+    names = []
+    for name, n in zip(template.arguments, layout, strict=True):
+        names += [name] if n < 0 else [f"{name}.{i}" for i in range(n)]
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    for placeholder, name in zip(placeholders, names, strict=True):
+        placeholder.meta["argument"] = name
+    output = next(n for n in graph.nodes if n.op == "output")
+    graph.eliminate_dead_code()
+    _TRACES.cache[key] = (graph, output)
+    return graph, output
+
+
+def levels_of(view: GraphView) -> tuple[str, ...]:
+    """Levels of decomposition a graph may be at; both where it has no cast to tell them apart."""
+    if "prims.convert_element_type" in view.by_op:
+        return ("inductor",)
+    return ("aot",) if "aten._to_copy" in view.by_op else ("aot", "inductor")
+
+
+class Matcher:
+    """Matches one traced template against a graph, from an output node backwards."""
+
+    def __init__(
+        self, view: GraphView, pattern: fx.Graph, template: Template, tokens: sympy.Basic | None
+    ) -> None:
+        self.view = view
+        self.pattern = GraphView(pattern)
+        self.tokens = tokens
+        self.captures = {c.sentinel: c.name for c in template.captures}
+        self.worst: Mismatch | None = None
+
+    # --- bookkeeping --------------------------------------------------------------------------
+
+    def _fail(self, state: TemplateMatch, code: Code, what: str, node: Any, expected: Any, actual: Any) -> None:
+        name = node.name if isinstance(node, fx.Node) else str(node)
+        depth = len(state.pairs)
+        if self.worst is None or depth >= self.worst.depth:
+            self.worst = Mismatch(
+                depth, Reason(code, f"{name}: {what}", (name,), str(expected), str(actual))
+            )
+
+    def _expected_shape(self, node: fx.Node) -> Shape:
+        sizes: list[Any] = []
+        for size in shape_of(node):
+            if self.tokens is not None and isinstance(size, int) and size and size % _PRIME == 0:
+                sizes.append(self.tokens * (size // _PRIME))
+            else:
+                sizes.append(size)
+        return tuple(sizes)
+
+    def _same_shape(self, pattern_node: fx.Node, node: fx.Node) -> bool:
+        expected, actual = self._expected_shape(pattern_node), shape_of(node)
+        return _without_leading_ones(expected) == _without_leading_ones(actual)
+
+    # --- matching -----------------------------------------------------------------------------
+
+    def match(self, pattern_node: Any, node: Any, state: TemplateMatch) -> TemplateMatch | None:
+        """Match one operand of the pattern against one of the graph; None and `worst` on failure."""
+        if isinstance(pattern_node, (tuple, list)):
+            return self._match_list(pattern_node, node, state)
+        if not isinstance(pattern_node, fx.Node):
+            return self._match_number(pattern_node, node, state)
+        if not isinstance(node, fx.Node):
+            self._fail(state, Code.OP_MISMATCH, "a number where a tensor is expected", node, pattern_node, node)
+            return None
+        source, target = self.pattern.strip(pattern_node), self.view.strip(node)
+        if source.op == "placeholder":
+            return self._bind(source, node, target, state)
+        if source in state.pairs:
+            if state.pairs[source] is target:
+                return state
+            self._fail(
+                state, Code.OP_MISMATCH, "not the value used elsewhere in the site", node,
+                state.pairs[source].name, target.name,
+            )  # fmt: skip
+            return None
+        want, have = self.pattern.canon(source), self.view.canon(target)
+        if not self._same_head(want, have, source, target, state):
+            return None
+        state.pairs[source] = target
+        state.passed.update(dict.fromkeys(self.view.path(node, target)))
+        return self._match_inputs(want, have, state)
+
+    def _same_head(
+        self, want: Canonical, have: Canonical, source: fx.Node, target: fx.Node, state: TemplateMatch
+    ) -> bool:
+        if want.op != have.op or len(want.inputs) != len(have.inputs):
+            self._fail(state, Code.OP_MISMATCH, f"is {have.op}, expected {want.op}", target, want.op, have.op)
+            return False
+        if dtype_of(source) != dtype_of(target):
+            self._fail(
+                state, Code.DTYPE_MISMATCH, "has another dtype", target, dtype_of(source), dtype_of(target)
+            )
+            return False
+        if rank_of(source) and not self._same_shape(source, target):
+            self._fail(
+                state, Code.SHAPE_MISMATCH, "has another shape", target,
+                self._expected_shape(source), shape_of(target),
+            )  # fmt: skip
+            return False
+        if want.op == "aten.expand":
+            return True  # its sizes are its shape
+        for (key, expected), (_, actual) in zip(want.attrs, have.attrs, strict=False):
+            if not self._same_attr(expected, actual, state):
+                self._fail(state, Code.ATTR_MISMATCH, f"'{key}' differs", target, expected, actual)
+                return False
+        return True
+
+    def _same_attr(self, expected: Any, actual: Any, state: TemplateMatch) -> bool:
+        if isinstance(expected, float) and expected in self.captures and isinstance(actual, (int, float)):
+            return self._capture(self.captures[expected], float(actual), state)
+        if isinstance(expected, tuple) and isinstance(actual, tuple):
+            return len(expected) == len(actual) and all(
+                self._same_attr(e, a, state) for e, a in zip(expected, actual, strict=True)
+            )
+        if isinstance(expected, int) and self.tokens is not None and expected and expected % _PRIME == 0:
+            return bool(sympy.sympify(actual) == self.tokens * (expected // _PRIME))
+        return bool(expected == actual)
+
+    def _capture(self, name: str, value: float, state: TemplateMatch) -> bool:
+        return state.numbers.setdefault(name, value) == value
+
+    def _match_inputs(
+        self, want: Canonical, have: Canonical, state: TemplateMatch
+    ) -> TemplateMatch | None:
+        if want.op in COMMUTATIVE and len(want.inputs) == 2:
+            first = self._match_all(want.inputs, have.inputs, state.copy())
+            return first or self._match_all(want.inputs, tuple(reversed(have.inputs)), state.copy())
+        return self._match_all(want.inputs, have.inputs, state)
+
+    def _match_all(
+        self, wanted: Sequence[Any], have: Sequence[Any], state: TemplateMatch
+    ) -> TemplateMatch | None:
+        current: TemplateMatch | None = state
+        for expected, actual in zip(wanted, have, strict=True):
+            current = self.match(expected, actual, current) if current is not None else None
+        return current
+
+    def _match_list(self, expected: Any, actual: Any, state: TemplateMatch) -> TemplateMatch | None:
+        if not isinstance(actual, (tuple, list)) or len(actual) != len(expected):
+            self._fail(
+                state, Code.OP_MISMATCH, "the list has another length", actual, len(expected),
+                len(actual) if isinstance(actual, (tuple, list)) else actual,
+            )  # fmt: skip
+            return None
+        return self._match_all(tuple(expected), tuple(actual), state)
+
+    def _match_number(self, expected: Any, actual: Any, state: TemplateMatch) -> TemplateMatch | None:
+        if isinstance(actual, (int, float)) and not isinstance(actual, bool):
+            if isinstance(expected, float) and expected in self.captures:
+                if self._capture(self.captures[expected], float(actual), state):
+                    return state
+            elif expected == actual:
+                return state
+        self._fail(state, Code.ATTR_MISMATCH, "another number", actual, expected, actual)
+        return None
+
+    def _bind(
+        self, source: fx.Node, node: fx.Node, target: fx.Node, state: TemplateMatch
+    ) -> TemplateMatch | None:
+        name = source.meta["argument"]
+        bound = state.bindings.get(name)
+        if bound is not None:
+            if self.view.strip(bound) is target:
+                return state
+            self._fail(state, Code.OP_MISMATCH, f"'{name}' is not the one used before", node, bound.name, target.name)
+            return None
+        if dtype_of(source) != dtype_of(target):
+            self._fail(
+                state, Code.DTYPE_MISMATCH, f"'{name}' has another dtype", node, dtype_of(source), dtype_of(target)
+            )
+            return None
+        shape = self._expected_shape(source)
+        shaped = self.view.with_shape(target, shape)
+        if shaped is None and _numel(shape) != _numel(shape_of(target)):
+            self._fail(state, Code.SHAPE_MISMATCH, f"'{name}' has another shape", node, shape, shape_of(target))
+            return None
+        state.bindings[name] = shaped if shaped is not None else node
+        return state
+
+
+def _without_leading_ones(shape: Shape) -> Shape:
+    first = next((i for i, s in enumerate(shape) if s != 1), len(shape))
+    return shape[first:]
+
+
+def _numel(shape: Shape) -> Any:
+    total: Any = 1
+    for size in shape:
+        total = total * size
+    return sympy.expand(total) if isinstance(total, sympy.Basic) else total
+
+
+def match_template(
+    view: GraphView,
+    template: Template,
+    node: fx.Node,
+    operands: Mapping[str, Any],
+    *,
+    tokens: sympy.Basic | None = None,
+    static: Mapping[str, Any] | None = None,
+    prebound: Mapping[str, fx.Node] | None = None,
+) -> TemplateMatch | Mismatch:
+    """Match `template`, traced for these operands, with `node` as its first output.
+
+    operands: argument name -> a node (or list of nodes) whose shape and dtype the trace uses; they
+    need not be the bound ones, and may be `Like`. prebound: arguments that must be these very values.
+    """
+    worst: Mismatch | None = None
+    for level in levels_of(view):
+        try:
+            graph, output = trace(template, operands, tokens, static or {}, level)
+        except (ValueError, RuntimeError) as error:
+            reason = Reason(Code.SHAPE_MISMATCH, f"{template.name} has no form at this shape: {error}")
+            return Mismatch(0, reason)
+        matcher = Matcher(view, graph, template, tokens)
+        state = TemplateMatch(bindings=dict(prebound or {}))
+        result = output.args[0]
+        first = result[0] if isinstance(result, (tuple, list)) else result
+        found = matcher.match(first, node, state)
+        if found is not None:
+            return found
+        if matcher.worst is not None and (worst is None or matcher.worst.depth > worst.depth):
+            worst = matcher.worst
+    return worst or Mismatch(0, Reason(Code.OP_MISMATCH, f"{node.name} does not end {template.name}"))

@@ -1,0 +1,289 @@
+"""Random arguments for every fused op and every form of it, at any size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Case:
+    """One call: `op(*args, **kwargs)`."""
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    expected: dict[str, Any] = field(default_factory=dict)  # what a test worked out for it
+
+    def __call__(self) -> list[Tensor]:
+        result = self.op(*self.args, **self.kwargs)
+        return [result] if isinstance(result, Tensor) else list(result)
+
+    def tensors(self) -> list[Tensor]:
+        flat: list[Tensor] = []
+        for arg in self.args:
+            flat.extend(a for a in (arg if isinstance(arg, list) else [arg]) if _is_tensor(a))
+        return flat
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor)
+
+
+class Draw:
+    """Seeded tensors. Rows are strided (a slice of a wider buffer) when `strided`."""
+
+    def __init__(self, seed: int, dtype: torch.dtype = torch.bfloat16, strided: bool = False):
+        self.rng = torch.Generator().manual_seed(seed)
+        self.dtype = dtype
+        self.strided = strided
+
+    def int(self, low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=self.rng))
+
+    def randn(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.randn(*shape, generator=self.rng).to(dtype or self.dtype)
+
+    def rows(self, m: int, n: int, dtype: torch.dtype | None = None) -> Tensor:
+        if not self.strided:
+            return self.randn(m, n, dtype=dtype)
+        return self.randn(m, n + 8, dtype=dtype)[:, 4 : 4 + n]
+
+    def weight(self, n: int, k: int) -> Tensor:
+        return (torch.randn(n, k, generator=self.rng) * k**-0.5).to(self.dtype)
+
+    def mxfp4(self, e: int, n: int, k: int) -> tuple[Tensor, Tensor]:
+        """Packed codes [e, n, k/2] and scales [e, n, k/32] of weights of about k**-0.5."""
+        codes = torch.randint(0, 256, (e, n, k // 2), generator=self.rng, dtype=torch.uint8)
+        base = round(127 - 1.5 - math.log2(k) / 2)  # the codes' values have an RMS of about 2.9
+        scales = torch.randint(base, base + 2, (e, n, k // 32), generator=self.rng)
+        return codes, scales.to(torch.uint8)
+
+    def vector(self, n: int) -> Tensor:
+        return (1 + 0.1 * torch.randn(n, generator=self.rng)).to(self.dtype)
+
+
+LOCAL = {"target": "reference", "group": "", "composition": ""}
+K3 = torch.ops.k3fuse
+
+
+def attention_projection(draw: Draw, m: int, k: int, *ns: int, **kw: Any) -> Case:
+    args = (draw.rows(m, k), [draw.weight(n, k) for n in ns])
+    return Case(K3.attention_projection.default, args, {**LOCAL, **kw})
+
+
+def _blocks(draw: Draw, m: int, h: int, num_blocks: int, bank: bool) -> list[Tensor]:
+    if bank:
+        return [draw.randn(m + draw.int(0, 2), num_blocks + draw.int(0, 2), h)]
+    return [draw.rows(m, h) for _ in range(num_blocks)]
+
+
+def attn_res(
+    draw: Draw, m: int, h: int, num_blocks: int, *, delta: bool, bank: bool, norm: bool, mix: bool
+) -> Case:
+    args = (
+        draw.rows(m, h),
+        draw.rows(m, h) if delta else None,
+        _blocks(draw, m, h, num_blocks, bank),
+        num_blocks,
+        draw.vector(h),
+        draw.weight(1, h)[0],
+        draw.vector(h) if norm else None,
+        1e-5,
+        1e-6,
+        mix,
+    )
+    return Case(K3.attn_res.default, args, {"target": "reference", "composition": ""})
+
+
+def output_attn_res(
+    draw: Draw, m: int, k: int, h: int, num_blocks: int, *, prefix: bool, bank: bool, norm: bool
+) -> Case:
+    args = (
+        draw.rows(m, k),
+        draw.weight(h, k),
+        draw.rows(m, h) if prefix else None,
+        _blocks(draw, m, h, num_blocks, bank),
+        num_blocks,
+        draw.vector(h),
+        draw.weight(1, h)[0],
+        draw.vector(h) if norm else None,
+        1e-5,
+        1e-6,
+        False,
+    )
+    return Case(K3.output_projection_attn_res.default, args, dict(LOCAL))
+
+
+def output_add_rms_norm(draw: Draw, m: int, k: int, h: int, rounding: str) -> Case:
+    args = (
+        draw.rows(m, k),
+        draw.weight(h, k),
+        draw.rows(m, h),
+        draw.vector(h),
+        1e-5,
+        rounding,
+    )
+    return Case(K3.output_projection_add_rms_norm.default, args, dict(LOCAL))
+
+
+def router_front(draw: Draw, m: int, k: int, e: int, latent: int) -> Case:
+    args = (draw.rows(m, k), draw.weight(e, k), draw.weight(latent, k) if latent else None)
+    return Case(K3.router_front.default, args, dict(LOCAL))
+
+
+def router(
+    draw: Draw,
+    m: int,
+    k: int,
+    e: int,
+    latent: int,
+    top_k: int,
+    *,
+    bias: bool = True,
+    scoring: str = "sigmoid",
+    renormalize: bool = True,
+    weights_dtype: torch.dtype = torch.float32,
+) -> Case:
+    args = (
+        draw.rows(m, k),
+        draw.weight(e, k),
+        0.1 * draw.randn(e, dtype=torch.float32) if bias else None,
+        draw.weight(latent, k) if latent else None,
+        top_k,
+        scoring,
+        renormalize,
+        1.5,
+        1e-20,
+        weights_dtype,
+    )
+    return Case(K3.router.default, args, dict(LOCAL))
+
+
+def experts(
+    draw: Draw,
+    m: int,
+    latent: int,
+    inner: int,
+    e: int,
+    top_k: int,
+    *,
+    hidden: int = 0,
+    shared: int = 0,
+    merged: bool = True,
+    mxfp4: bool = False,
+    activation: str = "situ",
+    rounding: str = "",
+) -> Case:
+    """With `hidden`, the latent form (norm and up-projection to it); without, latent is hidden."""
+    s13 = s2 = None
+    if mxfp4:
+        w13, s13 = draw.mxfp4(e, 2 * inner, latent)
+        w2, s2 = draw.mxfp4(e, latent, inner)
+    else:
+        w13 = torch.stack([draw.weight(2 * inner, latent) for _ in range(e)])
+        w2 = torch.stack([draw.weight(latent, inner) for _ in range(e)])
+    h = hidden or latent
+    ids = torch.rand(m, e, generator=draw.rng).argsort(1)[:, :top_k].contiguous()
+    gate_up = [draw.weight(2 * shared, h)] if merged else [draw.weight(shared, h) for _ in "gu"]
+    args = (
+        draw.rows(m, latent),
+        0.5 + 0.5 * torch.rand(m, top_k, generator=draw.rng),
+        ids,
+        w13,
+        s13,
+        w2,
+        s2,
+        draw.rows(m, h) if hidden and shared else None,
+        gate_up if shared else [],
+        draw.weight(h, shared) if shared else None,
+        draw.vector(latent) if hidden else None,
+        draw.weight(h, latent) if hidden else None,
+        activation,
+        4.0,
+        25.0,
+        1e-5,
+        rounding,
+    )
+    return Case(K3.experts.default, args, dict(LOCAL))
+
+
+def tail(draw: Draw, m: int, latent: int, h: int) -> Case:
+    args = (
+        draw.rows(m, latent),
+        draw.rows(m, h),
+        draw.vector(latent),
+        draw.weight(h, latent),
+        1e-5,
+    )
+    return Case(K3.tail.default, args, dict(LOCAL))
+
+
+Builder = Callable[[Draw, int], Case]
+_R = ("", "round_sum", "round_before_weight", "round_sum+round_before_weight")
+
+# Every form of every op, small: name -> (draw, M) -> case.
+FORMS: dict[str, Builder] = {
+    "attention_projection/one": lambda d, m: attention_projection(d, m, d.int(1, 9), d.int(1, 9)),
+    "attention_projection/three": lambda d, m: attention_projection(
+        d, m, d.int(1, 40), d.int(1, 20), 1, d.int(1, 20)
+    ),
+    "attn_res/bank+delta": lambda d, m: attn_res(
+        d, m, d.int(1, 40), d.int(0, 8), delta=True, bank=True, norm=True, mix=False
+    ),
+    "attn_res/list": lambda d, m: attn_res(
+        d, m, d.int(2, 40), d.int(0, 4), delta=False, bank=False, norm=True, mix=True
+    ),
+    "attn_res/final": lambda d, m: attn_res(
+        d, m, d.int(2, 40), d.int(1, 4), delta=True, bank=True, norm=False, mix=True
+    ),
+    "output_projection_attn_res/delta": lambda d, m: output_attn_res(
+        d, m, d.int(1, 20), d.int(2, 40), d.int(0, 8), prefix=True, bank=True, norm=True
+    ),
+    "output_projection_attn_res/block_write": lambda d, m: output_attn_res(
+        d, m, d.int(1, 20), d.int(2, 40), d.int(1, 3), prefix=False, bank=False, norm=True
+    ),
+    "output_projection_attn_res/no_norm": lambda d, m: output_attn_res(
+        d, m, d.int(1, 20), d.int(2, 40), d.int(1, 3), prefix=True, bank=False, norm=False
+    ),
+    "output_projection_add_rms_norm/all": lambda d, m: output_add_rms_norm(
+        d, m, d.int(1, 20), d.int(2, 40), _R[d.int(0, 3)]
+    ),
+    "router_front/latent": lambda d, m: router_front(d, m, d.int(1, 20), d.int(1, 20), d.int(1, 9)),
+    "router_front/alone": lambda d, m: router_front(d, m, d.int(1, 20), d.int(1, 20), 0),
+    "router/k3": lambda d, m: router(d, m, d.int(1, 20), d.int(4, 40), d.int(1, 9), d.int(1, 4)),
+    "router/plain": lambda d, m: router(
+        d,
+        m,
+        d.int(1, 20),
+        d.int(4, 40),
+        0,
+        d.int(1, 4),
+        bias=False,
+        scoring="softmax",
+        renormalize=False,
+        weights_dtype=torch.bfloat16,
+    ),
+    "experts/mxfp4": lambda d, m: experts(
+        d, m, 32 * d.int(1, 2), 32, d.int(2, 5), 2, hidden=d.int(1, 40), shared=8, mxfp4=True
+    ),
+    "experts/bf16": lambda d, m: experts(
+        d,
+        m,
+        d.int(2, 20),
+        d.int(1, 9),
+        d.int(2, 5),
+        d.int(1, 2),
+        shared=d.int(1, 9),
+        merged=False,
+        activation="silu",
+        rounding="round_before_weight",
+    ),
+    "experts/routed_only": lambda d, m: experts(d, m, d.int(2, 20), d.int(1, 9), 3, 1),
+    "tail/all": lambda d, m: tail(d, m, d.int(1, 40), d.int(1, 40)),
+}

@@ -1,0 +1,225 @@
+"""Every op against its own schema: opcheck, fake against real, no aliases, inputs untouched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from compare import digest
+from k3fuse.kernels.common.registry import OPS
+from op_cases import FORMS, Case, Draw, attention_projection, attn_res, experts, router, tail
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+SHAPES_PER_OP = 200
+
+
+def test_every_torch_op_has_a_form() -> None:
+    registered = {name.split(".")[1] for info in OPS.values() for name in info.torch_ops}
+    assert registered == {form.split("/")[0] for form in FORMS}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("m", [1, 3])
+def test_opcheck(form: str, m: int) -> None:
+    case = FORMS[form](Draw(seed=7 * m), m)
+    torch.library.opcheck(case.op, case.args, case.kwargs)
+
+
+def _fake_outputs(case: Case) -> list[Tensor]:
+    with FakeTensorMode() as mode:
+
+        def fake(value: Any) -> Any:
+            if isinstance(value, list):
+                return [fake(v) for v in value]
+            return mode.from_tensor(value) if isinstance(value, Tensor) else value
+
+        return Case(case.op, tuple(fake(a) for a in case.args), case.kwargs)()
+
+
+def _check(case: Case, what: str) -> None:
+    before = [digest(t) for t in case.tensors()]
+    versions = [t._version for t in case.tensors()]
+    real = case()
+    assert [digest(t) for t in case.tensors()] == before, f"{what}: an input was written"
+    assert [t._version for t in case.tensors()] == versions, f"{what}: an input was touched"
+    fake = _fake_outputs(case)
+    assert len(real) == len(fake), what
+    for r, f in zip(real, fake, strict=True):
+        assert (r.shape, r.stride(), r.dtype, r.device) == (
+            f.shape,
+            f.stride(),
+            f.dtype,
+            f.device,
+        ), what
+    storages = [t.untyped_storage()._cdata for t in (*case.tensors(), *real)]
+    outputs = storages[len(case.tensors()) :]
+    assert len(set(outputs)) == len(outputs), f"{what}: outputs share memory"
+    assert not set(outputs) & set(storages[: len(case.tensors())]), f"{what}: output is an input"
+
+
+@pytest.mark.parametrize("op", sorted({form.split("/")[0] for form in FORMS}))
+def test_fake_agrees_with_real(op: str) -> None:
+    forms = [form for form in FORMS if form.split("/")[0] == op]
+    seen = set()
+    seed = 0
+    while len(seen) < SHAPES_PER_OP:
+        form = forms[seed % len(forms)]
+        dtype = (torch.bfloat16, torch.float32, torch.float16)[seed // len(forms) % 3]
+        draw = Draw(seed, dtype, strided=bool(seed // 2 % 2))
+        m = (0, 1, 2, draw.int(3, 12), 64)[seed % 5]
+        case = FORMS[form](draw, m)
+        _check(case, f"{form} seed {seed} M={m}")
+        seen.add((form, dtype, tuple(t.shape for t in case.tensors())))
+        seed += 1
+        assert seed < 4 * SHAPES_PER_OP, "the generator repeats itself"
+
+
+def test_the_contract_check_can_fail() -> None:
+    """Control: an op that returns a view of its input and one that writes into it are caught."""
+    x = torch.ones(2, 3)
+    with pytest.raises(AssertionError, match="input was written"):
+        _check(Case(lambda t: t.add_(1), (x,)), "writes")
+    with pytest.raises(AssertionError, match="output is an input"):
+        _check(Case(lambda t: t.view(2, 3), (x,)), "aliases")
+
+
+def _replace(case: Case, index: int, value: Any) -> Case:
+    args = list(case.args)
+    args[index] = value
+    return Case(case.op, tuple(args), case.kwargs)
+
+
+def _projection() -> Case:
+    return attention_projection(Draw(1), 2, 8, 4)
+
+
+REFUSALS: dict[str, tuple[Case, type[Exception], str]] = {
+    "columns not dense": (
+        _replace(_projection(), 0, torch.zeros(8, 2, dtype=torch.bfloat16).t()),
+        ValueError,
+        r"x has strides \(1, 2\).*contiguous\(\)",
+    ),
+    "weight not dense": (
+        _replace(_projection(), 1, [torch.zeros(8, 4, dtype=torch.bfloat16).t()]),
+        ValueError,
+        r"weights\[0\] has strides",
+    ),
+    "three dimensions": (
+        _replace(_projection(), 0, torch.zeros(1, 2, 8, dtype=torch.bfloat16)),
+        ValueError,
+        r"x has shape \(1, 2, 8\); expected 2 dimensions",
+    ),
+    "other K": (
+        _replace(_projection(), 1, [torch.zeros(4, 9, dtype=torch.bfloat16)]),
+        ValueError,
+        r"weights\[0\] has shape \(4, 9\); dim 1 must be 8",
+    ),
+    "other dtype": (
+        _replace(_projection(), 1, [torch.zeros(4, 8)]),
+        TypeError,
+        r"weights\[0\] is torch.float32; expected torch.bfloat16",
+    ),
+    "integer x": (
+        _replace(_projection(), 0, torch.zeros(2, 8, dtype=torch.int32)),
+        TypeError,
+        r"x is torch.int32",
+    ),
+    "no weights": (_replace(_projection(), 1, []), ValueError, r"weights is empty"),
+    "missing blocks": (
+        _replace(attn_res(Draw(1), 2, 8, 3, delta=True, bank=False, norm=True, mix=False), 3, 4),
+        ValueError,
+        r"blocks holds 3 tensors for num_blocks=4",
+    ),
+    "short bank": (
+        _replace(attn_res(Draw(1), 2, 8, 1, delta=True, bank=True, norm=True, mix=False), 3, 9),
+        ValueError,
+        r"blocks\[0\] has \d slots; num_blocks=9",
+    ),
+    "bank with too few rows": (
+        _replace(
+            attn_res(Draw(1), 2, 8, 1, delta=False, bank=True, norm=True, mix=False),
+            2,
+            [torch.zeros(1, 1, 8, dtype=torch.bfloat16)],
+        ),
+        ValueError,
+        r"blocks\[0\] has 1 rows for M=2 tokens; pass at least 2",
+    ),
+    "top_k": (
+        _replace(router(Draw(1), 2, 8, 4, 0, 2), 4, 5),
+        ValueError,
+        r"top_k=5; it must be within 1..4",
+    ),
+    "scoring": (
+        _replace(router(Draw(1), 2, 8, 4, 0, 2), 5, "tanh"),
+        ValueError,
+        r"scoring='tanh'; known: sigmoid, softmax",
+    ),
+    "one scale": (
+        _replace(experts(Draw(1), 2, 32, 32, 2, 1, mxfp4=True), 6, None),
+        ValueError,
+        r"pass both of w13_scale and w2_scale",
+    ),
+    "scale shape": (
+        _replace(
+            experts(Draw(1), 2, 32, 32, 2, 1, mxfp4=True),
+            4,
+            torch.zeros(2, 64, 2, dtype=torch.uint8),
+        ),
+        ValueError,
+        r"w13_scale has shape \(2, 64, 2\); expected \(2, 64, 1\)",
+    ),
+    "expert id": (
+        _replace(experts(Draw(1), 2, 4, 4, 2, 1), 2, torch.tensor([[0], [2]])),
+        ValueError,
+        r"topk_ids spans 0..2; ids must be within 0..1",
+    ),
+    "rounding": (
+        _replace(experts(Draw(1), 2, 4, 4, 2, 1), 16, "floor"),
+        ValueError,
+        r"rounding='floor' holds \['floor'\]; known.*hidden_floor",
+    ),
+    "activation": (
+        _replace(experts(Draw(1), 2, 4, 4, 2, 1), 12, "gelu"),
+        ValueError,
+        r"activation='gelu'; known: situ, silu",
+    ),
+    "shared down without gate": (
+        _replace(experts(Draw(1), 2, 4, 4, 2, 1, shared=4), 8, []),
+        ValueError,
+        r"shared_gate_up holds 0 weights and shared_down is given",
+    ),
+    "other M": (
+        _replace(tail(Draw(1), 2, 4, 4), 1, torch.zeros(3, 4, dtype=torch.bfloat16)),
+        ValueError,
+        r"shared has 3 rows for M=2 tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refused_arguments(name: str) -> None:
+    case, error, message = REFUSALS[name]
+    with pytest.raises(error, match=message):
+        case()
+
+
+@pytest.mark.parametrize("name", ["columns not dense", "other K", "top_k", "one scale"])
+def test_shape_errors_appear_while_tracing(name: str) -> None:
+    case, error, message = REFUSALS[name]
+    with pytest.raises(error, match=message):
+        _fake_outputs(case)
+
+
+def test_controls_of_the_refusals_run() -> None:
+    for case in (
+        _projection(),
+        attn_res(Draw(1), 2, 8, 3, delta=True, bank=False, norm=True, mix=False),
+        attn_res(Draw(1), 2, 8, 1, delta=True, bank=True, norm=True, mix=False),
+        router(Draw(1), 2, 8, 4, 0, 2),
+        experts(Draw(1), 2, 32, 32, 2, 1, mxfp4=True),
+        experts(Draw(1), 2, 4, 4, 2, 1, shared=4),
+        tail(Draw(1), 2, 4, 4),
+    ):
+        assert all(t.isfinite().all() for t in case())
