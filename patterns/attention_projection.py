@@ -30,8 +30,11 @@ _KIND = sympy.Symbol("kind")
 _KDA, _MLA = s.name("kda"), s.name("mla")
 
 
-def _rows(kind: sympy.Symbol, *sizes: tuple[int, int]) -> sympy.Basic:
-    return And(Eq(_KIND, kind), Or(*(And(Eq(s.TP, tp), Eq(s.N, n)) for tp, n in sizes)))
+# Rows that the ranks split: q, k, v, g of 12288 and beta of 96; f_a's 128 are on every rank.
+_KDA_SPLIT, _F_A = 4 * s.ATTENTION_WIDTH + 96, 128
+_KDA_ROWS = sympy.Integer(_KDA_SPLIT) / s.TP + _F_A
+# q_a 1536 and kv_a 512 + 64 are on every rank, the gate's 12288 are split.
+_MLA_WHOLE = 1536 + 512 + 64
 
 
 class AttentionProjection(Pattern):
@@ -45,19 +48,17 @@ class AttentionProjection(Pattern):
         Guard(Eq(s.K, s.HIDDEN), Code.SHAPE_MISMATCH, "Kimi K3's hidden size", scope="kernel"),
         s.TP_SIZE,
         Guard(
-            # q, k, v, g: 4 x 12288 / TP; f_a 128; beta 96 / TP; the merged form pads to 16 rows.
             Or(
-                _rows(_KDA, (8, 6284), (8, 6288), (16, 3206), (16, 3216)),
-                # q_a 1536, kv_a 512 + 64, gate 12288 / TP.
-                _rows(_MLA, (8, 3648), (16, 2880)),
+                And(Eq(_KIND, _KDA), Eq(s.N, _KDA_ROWS)),
+                And(Eq(_KIND, _KDA), Eq(s.N, 16 * sympy.ceiling(_KDA_ROWS / 16))),
+                And(Eq(_KIND, _MLA), Eq(s.N, sympy.Integer(s.ATTENTION_WIDTH) / s.TP + _MLA_WHOLE)),
             ),
             Code.SHAPE_MISMATCH,
-            "rows of all weights together, as published",
+            "rows of all weights together, as published; the merged KDA weight pads to 16",
             scope="kernel",
         ),
         s.SAME_DTYPE,
         s.ROWS_BF16,
-        s.WEIGHTS_BF16,
         s.NO_BIAS,
         s.IN_PLACE,
     )
@@ -73,7 +74,7 @@ class AttentionProjection(Pattern):
                     end.linear.out,
                     Reason(
                         Code.ANCHOR_ABSENT,
-                        f"{end.linear.out.name}: no normalised residual row leads to this projection",
+                        f"{end.linear.out.name}: no normalised residual row leads here",
                         (end.linear.out.name,),
                         expected="AttnRes or RMSNorm above the attention core",
                         actual="none in the graph",
@@ -89,14 +90,16 @@ class AttentionProjection(Pattern):
         self, view: GraphView, row: fx.Node, inside: set[fx.Node], end: Projected
     ) -> Site | None:
         linears = [
-            f for u in view.users(row) if u in inside and (f := view.find(Linear, u)) and view.same(f.x, row)
+            f
+            for u in view.users(row)
+            if u in inside and (f := view.find(Linear, u)) and view.same(f.x, row)
         ]
         linears = sorted({f.out: f for f in linears}.values(), key=lambda f: view.index[f.out])
         if not linears:
             return None
         kind = _kind(view, row, inside, linears)
         x = min((f.x for f in linears), key=view.index.__getitem__)
-        total = sum((f.n for f in linears), start=0)  # type: ignore[arg-type]
+        total: Any = sum(f.n for f in linears)
         size = 1 if end.reduce is None else end.reduce.size
         values = {
             s.M: s.value(shape_of(linears[0].out)[0]),
@@ -168,7 +171,11 @@ def residual_rows(view: GraphView) -> dict[fx.Node, str]:
         rows.setdefault(added.out, "add + rms_norm")
     for norm in view.each(RmsNorm):
         source = view.strip(norm.x)
-        if isinstance(source, fx.Node) and op_of(source) in ("placeholder", "aten.embedding", "aten.add"):
+        if isinstance(source, fx.Node) and op_of(source) in (
+            "placeholder",
+            "aten.embedding",
+            "aten.add",
+        ):
             rows.setdefault(norm.out, "rms_norm")
     return rows
 
@@ -198,16 +205,21 @@ def _kind(view: GraphView, row: fx.Node, inside: set[fx.Node], linears: list[Lin
     A latent attention normalises a part of what it projects (q_a, kv_a) and projects it again; KDA
     projects one narrow part again (f_b) without a norm. Opaque cores name themselves.
     """
-    names = " ".join(str(n.args[0]) for n in inside if op_of(n).startswith("auto_functionalized") and n.args)
+    names = " ".join(
+        str(n.args[0]) for n in inside if op_of(n).startswith("auto_functionalized") and n.args
+    )
     if "kda" in names:
         return "kda"
     if "mla" in names:
         return "mla"
     outs = {f.out for f in linears}
-    for norm in view.each(RmsNorm):
+    norms = [n for n in inside if op_of(n) in RmsNorm.anchors]
+    for norm in (found for n in norms if (found := view.find(RmsNorm, n)) is not None):
         source = view.strip(norm.x)
         if norm.out not in inside or not isinstance(source, fx.Node):
             continue
-        if source in outs or (view.canon(source).op == "slice" and view.strip(view.canon(source).inputs[0]) in outs):
+        if source in outs or (
+            view.canon(source).op == "slice" and view.strip(view.canon(source).inputs[0]) in outs
+        ):
             return "mla"
     return "kda"

@@ -36,9 +36,13 @@ class AttnResAlone(Pattern):
     guards: ClassVar[tuple[Guard, ...]] = (
         s.TOKENS,
         s.HIDDEN_SIZE,
-        Guard(Le(_BLOCKS, 8), Code.SHAPE_MISMATCH, "93 layers write at most 8 blocks", scope="kernel"),
+        Guard(
+            Le(_BLOCKS, 8), Code.SHAPE_MISMATCH, "93 layers write at most 8 blocks", scope="kernel"
+        ),
         s.ROWS_BF16,
-        Guard(Eq(s.NORM_DTYPE, s.BF16), Code.DTYPE_MISMATCH, "score weights are BF16", scope="kernel"),
+        Guard(
+            Eq(s.NORM_DTYPE, s.BF16), Code.DTYPE_MISMATCH, "score weights are BF16", scope="kernel"
+        ),
     )
 
     def find(self, view: GraphView) -> Iterator[Site | NearMiss]:
@@ -91,7 +95,8 @@ class AttnResAlone(Pattern):
                 outputs.append(Output(mix.new_prefix, 1))
         return replacement(
             site, view, attn_res, (mix.prefix, mix.delta, *score_arguments(view, mix)),
-            results=results, shapes=[row] * len(results), outputs=outputs, target=target, group=None,
+            results=results, shapes=[row] * len(results), outputs=outputs, target=target,
+            group=None,
         )  # fmt: skip
 
     def kernel(self, site: Site, target: Target) -> Kernel | None:

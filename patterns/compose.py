@@ -11,10 +11,10 @@ from torch import fx
 from k3fuse.kernels.common.composition import Composition, CompositionError
 from k3fuse.kernels.common.dispatch import operands
 from k3fuse.rewriter.reasons import Code, Reason, Refusal
-from k3fuse.rewriter.site import Output, Replacement, Site
-from k3fuse.rewriter.subgraph import ExtractError, OutputSpec, extract
+from k3fuse.rewriter.site import Output, Replacement, Reshaped, Site
+from k3fuse.rewriter.subgraph import ExtractError, OutputSpec, extract, signature, view_sizes
 from k3fuse.rewriter.target import Target
-from k3fuse.rewriter.view import GraphView
+from k3fuse.rewriter.view import GraphView, shape_of
 
 
 def replacement(
@@ -38,10 +38,15 @@ def replacement(
     kwargs: dict[str, Any] = {"target": target.name}
     if group is not None:
         kwargs["group"] = group
-    inputs: list[fx.Node] = operands(op, args)
+    inputs: list[fx.Node | Reshaped] = operands(op, args)
     try:
-        part = extract(view, site.nodes, inputs, results, shapes)
-        text = Composition.from_nodes(part.nodes, part.inputs, part.outputs).text
+        # 93 layers have a handful of distinct sites, and writing one costs as much as matching it.
+        known: dict[Any, str] = view.notes.setdefault("compositions", {})
+        key = signature(view, site.nodes, inputs, results, shapes)
+        text = known.get(key, "")
+        if not text:
+            part = extract(view, site.nodes, inputs, results, shapes)
+            text = known[key] = Composition.from_nodes(part.nodes, part.inputs, part.outputs).text
     except (ExtractError, CompositionError) as error:
         raise Refusal(
             Reason(
@@ -52,3 +57,19 @@ def replacement(
         ) from error
     kwargs["composition"] = text
     return Replacement(op, args, kwargs, tuple(outputs))
+
+
+def as_rows(view: GraphView, node: fx.Node, shape: tuple[Any, ...]) -> fx.Node | Reshaped:
+    """Return an operand as rows of `shape`: itself, a reshape the graph already has, or a new one.
+
+    Raises Refusal (SHAPE_MISMATCH) where more than one size is symbolic.
+    """
+    if shape_of(node) == shape:
+        return node
+    existing = view.with_shape(node, shape)
+    if existing is not None:
+        return existing
+    try:
+        return Reshaped(node, tuple(view_sizes(shape)))
+    except ExtractError as error:
+        raise Refusal(Reason(Code.SHAPE_MISMATCH, f"{node.name}: {error}", (node.name,))) from error

@@ -16,7 +16,7 @@ from k3fuse.kernels.tail.op import tail
 from k3fuse.kernels.tail.policy import TABLE as TAIL_TABLE
 from k3fuse.patterns import symbols as s
 from k3fuse.patterns.compose import replacement
-from k3fuse.patterns.moe import GatedMlp, gated_mlp, opaque_experts, slices_between
+from k3fuse.patterns.moe import gated_mlp, opaque_experts, slices_between
 from k3fuse.patterns.policy import pick
 from k3fuse.rewriter.canonical import dtype_of
 from k3fuse.rewriter.guards import Guard, Value
@@ -54,7 +54,7 @@ class Tail:
 
 
 def read_tail(view: GraphView, routed: fx.Node) -> Tail | None:
-    """Follow a routed partial forwards: reduction, norm, up-projection, shared add, each optional."""
+    """Follow a routed partial on: reduction, norm, up-projection, shared add, each optional."""
     value, nodes = routed, []
     reduce = _reduction_of(view, value)
     if reduce is not None:
@@ -69,7 +69,11 @@ def read_tail(view: GraphView, routed: fx.Node) -> Tail | None:
         value, nodes = up.out, [*nodes, *norm.nodes, *up.nodes]
     adds = [u for u in view.users(value) if view.canon(u).op == "aten.add"]
     if len(adds) != 1:
-        return Tail(routed, reduce, norm, up, None, None, value, tuple(nodes)) if up is not None else None
+        return (
+            Tail(routed, reduce, norm, up, None, None, value, tuple(nodes))
+            if up is not None
+            else None
+        )
     a, b = view.canon(adds[0]).inputs
     other = b if view.same(a, value) else a
     if not isinstance(other, fx.Node) or shape_of(other) != shape_of(adds[0]):
@@ -113,20 +117,32 @@ class Experts(Pattern):
     """One site a MoE layer: everything spelled out, or the tail behind an opaque experts op."""
 
     name: ClassVar[str] = "experts"
-    summary: ClassVar[str] = "routed and shared experts, latent all-reduce, norm, up-projection, sum"
+    summary: ClassVar[str] = (
+        "routed and shared experts, latent all-reduce, norm, up-projection, sum"
+    )
     priority: ClassVar[int] = 10
     guards: ClassVar[tuple[Guard, ...]] = (
         s.TOKENS,
         s.HIDDEN_SIZE,
         Guard(Eq(_L, 3584), Code.SHAPE_MISMATCH, "Kimi K3's latent width", scope="kernel"),
-        Guard(Or(Eq(_E, 896), Eq(_E, 0)), Code.SHAPE_MISMATCH, "Kimi K3's experts; 0 = hidden", scope="kernel"),
+        Guard(
+            Or(Eq(_E, 896), Eq(_E, 0)),
+            Code.SHAPE_MISMATCH,
+            "Kimi K3's experts; 0 = hidden",
+            scope="kernel",
+        ),
         Guard(
             Or(Eq(_I * s.TP, 3072), Eq(_I, 0)),
             Code.SHAPE_MISMATCH,
             "width of one expert over all ranks; 0 = hidden",
             scope="kernel",
         ),
-        Guard(Or(Eq(_TOP_K, 16), Eq(_TOP_K, 0)), Code.SHAPE_MISMATCH, "16 a token; 0 = hidden", scope="kernel"),
+        Guard(
+            Or(Eq(_TOP_K, 16), Eq(_TOP_K, 0)),
+            Code.SHAPE_MISMATCH,
+            "16 a token; 0 = hidden",
+            scope="kernel",
+        ),
         s.TP_SIZE,
         Guard(
             Eq(_GROUPS, s.name("one")),
@@ -176,7 +192,9 @@ class Experts(Pattern):
         return NearMiss(self.name, node, reason)
 
     def _tail_values(self, view: GraphView, found: Tail) -> dict[sympy.Symbol, Value]:
-        groups = {(r.group, r.size) for r in (found.reduce_routed, found.reduce_shared) if r is not None}
+        groups = {
+            (r.group, r.size) for r in (found.reduce_routed, found.reduce_shared) if r is not None
+        }
         lonely = (found.reduce_routed is None) != (found.reduce_shared is None)
         one = len(groups) <= 1 and not (lonely and found.shared is not None)
         size = next(iter(groups))[1] if groups else 1
@@ -247,11 +265,14 @@ class Experts(Pattern):
         if mlp is not None:
             covered += [*mlp.nodes, *slices_between(view, mlp)]
             values[s.W_DTYPE] = s.common_dtype(
-                *(f.weight for f in mlp.gate_up), mlp.down.weight, found.up.weight if found.up else None
+                *(f.weight for f in mlp.gate_up),
+                mlp.down.weight,
+                found.up.weight if found.up else None,
             )
         operands: dict[str, Any] = {
-            "hidden": routed.hidden, "weights": routed.weights, "ids": routed.ids, "w13": routed.w13,
-            "w13_scale": routed.w13_scale, "w2": routed.w2, "w2_scale": routed.w2_scale,
+            "hidden": routed.hidden, "weights": routed.weights, "ids": routed.ids,
+            "w13": routed.w13, "w13_scale": routed.w13_scale, "w2": routed.w2,
+            "w2_scale": routed.w2_scale,
             "shared_x": mlp.x if mlp is not None else None,
             "gate_up": [f.weight for f in mlp.gate_up] if mlp is not None else [],
             "down": mlp.down.weight if mlp is not None else None,
@@ -260,7 +281,8 @@ class Experts(Pattern):
         }  # fmt: skip
         return Site(
             self.name,
-            f"{'mxfp4' if packed else 'plain'} {routed.form}" + (" + shared" if mlp is not None else ""),
+            f"{'mxfp4' if packed else 'plain'} {routed.form}"
+            + (" + shared" if mlp is not None else ""),
             found.out,
             in_order(covered, view.index),
             operands,
@@ -273,8 +295,7 @@ class Experts(Pattern):
         """experts(...), or tail(...) behind an opaque op."""
         found: Tail
         routed: RoutedExperts | None
-        mlp: GatedMlp | None
-        found, routed, mlp = site.facts
+        found, routed, _ = site.facts
         reduce = found.reduce_routed or found.reduce_shared
         group = reduce.group if reduce is not None else ""
         o = site.operands
@@ -285,11 +306,13 @@ class Experts(Pattern):
         if routed is None:
             args, op = (o["routed"], o["shared"], o["norm"], o["up"], eps), tail
         else:
-            rounding = "round_before_weight" if found.norm and found.norm.round_before_weight else ""
+            rounding = (
+                "round_before_weight" if found.norm and found.norm.round_before_weight else ""
+            )
             args = (
-                o["hidden"], o["weights"], o["ids"], o["w13"], o["w13_scale"], o["w2"], o["w2_scale"],
-                o["shared_x"], o["gate_up"], o["down"], o["norm"], o["up"], routed.activation,
-                routed.beta, routed.linear_beta, eps, rounding,
+                o["hidden"], o["weights"], o["ids"], o["w13"], o["w13_scale"], o["w2"],
+                o["w2_scale"], o["shared_x"], o["gate_up"], o["down"], o["norm"], o["up"],
+                routed.activation, routed.beta, routed.linear_beta, eps, rounding,
             )  # fmt: skip
             op = experts
         return replacement(

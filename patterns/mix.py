@@ -40,7 +40,7 @@ def buffers(mix: AttnRes) -> list[fx.Node]:
 
 
 def prefix_result(mix: AttnRes) -> OutputSpec:
-    """The node that holds the new prefix; the custom op's mutated `prefix` where nothing reads it."""
+    """The node that holds the new prefix; the op's mutated `prefix` where nothing reads it."""
     if mix.new_prefix is not None:
         return mix.new_prefix
     return (mix.nodes[0], result_index(mix.nodes[0], "prefix"))

@@ -120,8 +120,10 @@ def slices_between(view: GraphView, mlp: GatedMlp) -> list[fx.Node]:
 
 
 def tp_group(view: GraphView) -> tuple[str, int | None]:
-    """The group most reductions of the graph use, and its size; ("", 1) where nothing is reduced."""
-    groups = Counter((r.group, r.size) for r in view.each(AllReduce))
-    if not groups:
-        return "", 1
-    return groups.most_common(1)[0][0]
+    """The group most reductions of the graph use, and its size; ("", 1) without a reduction."""
+    found: tuple[str, int | None] | None = view.notes.get("tp_group")
+    if found is None:
+        groups = Counter((r.group, r.size) for r in view.each(AllReduce))
+        found = groups.most_common(1)[0][0] if groups else ("", 1)
+        view.notes["tp_group"] = found
+    return found

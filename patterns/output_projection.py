@@ -16,7 +16,7 @@ from k3fuse.kernels.output_projection.op import (
 )
 from k3fuse.kernels.output_projection.policy import TABLE
 from k3fuse.patterns import symbols as s
-from k3fuse.patterns.compose import replacement
+from k3fuse.patterns.compose import as_rows, replacement
 from k3fuse.patterns.mix import bank_output, buffers, norm_dtype, prefix_result, score_arguments
 from k3fuse.patterns.policy import pick
 from k3fuse.rewriter.guards import Guard, Value
@@ -72,7 +72,9 @@ def projected_mixes(view: GraphView) -> dict[fx.Node, tuple[Projected, fx.Node |
     A block-write layer's projected row is also the prefix of the next mixes; the first mix in graph
     order is the one its output projection ends in.
     """
-    found: dict[fx.Node, tuple[Projected, fx.Node | None]] | None = view.notes.get("projected_mixes")
+    found: dict[fx.Node, tuple[Projected, fx.Node | None]] | None = view.notes.get(
+        "projected_mixes"
+    )
     if found is None:
         found, taken = {}, set()
         for mix in view.each(AttnRes):
@@ -96,12 +98,18 @@ class OutputProjection(Pattern):
     guards: ClassVar[tuple[Guard, ...]] = (
         s.TOKENS,
         s.HIDDEN_SIZE,
-        Guard(Eq(s.K * s.TP, s.ATTENTION_WIDTH), Code.SHAPE_MISMATCH, "96 heads of 128", scope="kernel"),
+        Guard(
+            Eq(s.K * s.TP, s.ATTENTION_WIDTH),
+            Code.SHAPE_MISMATCH,
+            "96 heads of 128",
+            scope="kernel",
+        ),
         s.TP_SIZE,
-        Guard(Le(_BLOCKS, 8), Code.SHAPE_MISMATCH, "93 layers write at most 8 blocks", scope="kernel"),
+        Guard(
+            Le(_BLOCKS, 8), Code.SHAPE_MISMATCH, "93 layers write at most 8 blocks", scope="kernel"
+        ),
         s.SAME_DTYPE,
         s.ROWS_BF16,
-        s.WEIGHTS_BF16,
         s.NORM_BF16,
         s.NO_BIAS,
         s.IN_PLACE,
@@ -133,12 +141,16 @@ class OutputProjection(Pattern):
                 continue
             readers = view.users(reduce.out)
             mixed = next((r for n in readers for c in (AttnRes,) if (r := view.miss(c, n))), None)
-            reason = mixed.reason if mixed is not None else Reason(
-                Code.OP_MISMATCH,
-                f"{reduce.out.name}: neither AttnRes nor add + RMSNorm reads the reduced row",
-                (reduce.out.name, *(r.name for r in readers[:2])),
-                expected="AttnRes or add + RMSNorm",
-                actual=", ".join(op_of(r) for r in readers[:3]) or "no reader",
+            reason = (
+                mixed.reason
+                if mixed is not None
+                else Reason(
+                    Code.OP_MISMATCH,
+                    f"{reduce.out.name}: neither AttnRes nor add + RMSNorm reads the reduced row",
+                    (reduce.out.name, *(r.name for r in readers[:2])),
+                    expected="AttnRes or add + RMSNorm",
+                    actual=", ".join(op_of(r) for r in readers[:3]) or "no reader",
+                )
             )
             yield NearMiss(self.name, reduce.out, reason)
 
@@ -208,7 +220,9 @@ class OutputProjection(Pattern):
             s.X_DTYPE: s.value(linear.dtype),
             s.W_DTYPE: s.value(linear.weight_dtype),
             s.BIAS: s.yes(linear.bias is not None),
-            s.WEIGHT_ROWS_CONTIGUOUS: s.rows_contiguous(linear.weight) if linear.transposed else s.NO,
+            s.WEIGHT_ROWS_CONTIGUOUS: s.rows_contiguous(linear.weight)
+            if linear.transposed
+            else s.NO,
         }
         size = 1 if reduce is None else reduce.size
         if size is not None:
@@ -225,7 +239,7 @@ class OutputProjection(Pattern):
         group = found.reduce.group if found.reduce is not None else ""
         if site.form == "add + rms_norm":
             norm: AddRmsNorm = site.facts[1]
-            residual = view.with_shape(norm_residual(site), row) or norm_residual(site)
+            residual = as_rows(view, site.operands["residual"], row)
             args: tuple[Any, ...] = (x, weight, residual, norm.weight, norm.eps, norm.rounding)
             results: list[Any] = [norm.out, norm.sum if norm.sum is not None else norm.out]
             outputs = [Output(norm.out, 0)]
@@ -251,9 +265,3 @@ class OutputProjection(Pattern):
     def kernel(self, site: Site, target: Target) -> Kernel | None:
         """The policy's row for M."""
         return pick(TABLE, site, target)
-
-
-def norm_residual(site: Site) -> fx.Node:
-    """The row that the projected row is added to."""
-    residual: fx.Node = site.operands["residual"]
-    return residual

@@ -20,7 +20,11 @@ def pick(table: Table, site: Site, target: Target) -> Kernel | None:
     value = site.values[M]
     if value.is_Integer:
         row = next((r for r in rows if r.m_min <= int(value) <= r.m_max), None)
-        return None if row is None else Kernel(_name(row), row.kernel is not None, row.launches, _span(row))
+        return (
+            None
+            if row is None
+            else Kernel(_name(row), row.kernel is not None, row.launches, _span(row))
+        )
     name = ", ".join(f"{_name(r)}<={r.m_max}" for r in rows) if len(rows) > 1 else _name(rows[0])
     available = all(r.kernel is not None for r in rows)
     return Kernel(name, available, rows[0].launches, f"decided at run time, stock above M={MAX_M}")

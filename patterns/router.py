@@ -104,11 +104,17 @@ class Router(Pattern):
             _L: s.value(latent.n if latent is not None else 0),
             _LOGITS: s.value(gate.out_dtype),
             _SCORING: s.name(routing.scoring) if routing is not None else _NONE,
-            _BIAS_DTYPE: s.common_dtype(routing.bias) if routing is not None and routing.bias else _NONE,
+            _BIAS_DTYPE: s.common_dtype(routing.bias)
+            if routing is not None and routing.bias
+            else _NONE,
             s.X_DTYPE: s.value(gate.dtype),
             s.W_DTYPE: s.common_dtype(gate.weight, latent.weight if latent else None),
-            s.BIAS: s.yes(gate.bias is not None or (latent is not None and latent.bias is not None)),
-            s.WEIGHT_ROWS_CONTIGUOUS: s.rows_contiguous(gate.weight, *([latent.weight] if latent else []))
+            s.BIAS: s.yes(
+                gate.bias is not None or (latent is not None and latent.bias is not None)
+            ),
+            s.WEIGHT_ROWS_CONTIGUOUS: s.rows_contiguous(
+                gate.weight, *([latent.weight] if latent else [])
+            )
             if gate.transposed and (latent is None or latent.transposed)
             else s.NO,
         }
@@ -126,7 +132,8 @@ class Router(Pattern):
             gate.out,
             in_order(covered, view.index),
             {
-                "x": gate.x, "gate": gate.weight, "bias": routing.bias if routing is not None else None,
+                "x": gate.x, "gate": gate.weight,
+                "bias": routing.bias if routing is not None else None,
                 "latent": latent.weight if latent is not None else None,
             },
             tuple(made),

@@ -9,7 +9,8 @@ from sympy import And, Eq, Ge, Le, Or
 from torch import fx
 
 from k3fuse.rewriter.canonical import dtype_of, value_of
-from k3fuse.rewriter.guards import Guard, Value, dtype_name, name, to_value
+from k3fuse.rewriter.guards import Guard, Value, dtype_name, to_value
+from k3fuse.rewriter.guards import name as name
 from k3fuse.rewriter.reasons import Code
 
 M, K, N, H, TP = sympy.symbols("M K N H TP", integer=True, nonnegative=True)

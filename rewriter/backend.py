@@ -63,7 +63,9 @@ def k3fuse(
 
 def _rewrite(module: fx.GraphModule, options: Options) -> Report:
     """Rewrite one AOT graph so that all ranks end with the same graph."""
-    original = fx.GraphModule(module, _copy(module.graph)) if torch.distributed.is_initialized() else None
+    original = (
+        fx.GraphModule(module, _copy(module.graph)) if torch.distributed.is_initialized() else None
+    )
     report = rewrite(module, options, source="torch.compile")
     if original is not None:
         differing = agree(report.site_hash())
@@ -72,7 +74,7 @@ def _rewrite(module: fx.GraphModule, options: Options) -> Report:
             module.recompile()
             reason = Reason(
                 Code.RANK_DISAGREES,
-                f"ranks {differing} chose other sites than rank 0; every rank keeps the stock graph",
+                f"ranks {differing} chose other sites than rank 0; all keep the stock graph",
                 expected="equal site hashes",
                 actual=report.site_hash(),
             )
@@ -94,14 +96,16 @@ def _rewrite(module: fx.GraphModule, options: Options) -> Report:
     if options.strict and missing:
         text = ", ".join(f"{n} of {name}" for name, n in missing.items())
         raise StrictError(
-            f"strict mode: {text} expected and not rewritten:\n" + "\n".join(report.reason_lines()[:6])
+            f"strict mode: {text} expected and not rewritten:\n"
+            + "\n".join(report.reason_lines()[:6])
         )
     return report
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:
     new = fx.Graph()
-    result = new.graph_copy(graph, val_map := {})
+    val_map: dict[fx.Node, fx.Node] = {}
+    result = new.graph_copy(graph, val_map)
     if result is not None:
         new.output(result)
     for old, copied in val_map.items():
@@ -134,7 +138,9 @@ class _JointPass(CustomGraphPass):
         return f"k3fuse {version('k3fuse')} {self.options.target}"
 
 
-def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
+def _inductor(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
+) -> Callable[..., Any]:
     """Inductor, with the rewrite between AOTAutograd and lowering.
 
     AOTAutograd's own cache would skip the rewrite on a warm start, and with it the report; it is
@@ -165,8 +171,10 @@ def _aot(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) ->
     def training(module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         return make_boxed_func(module.forward)  # type: ignore[no-any-return]
 
-    compiled = aot_autograd(fw_compiler=training, bw_compiler=training, inference_compiler=inference)
-    return compiled(gm, list(example_inputs))  # type: ignore[no-any-return]
+    compiled = aot_autograd(
+        fw_compiler=training, bw_compiler=training, inference_compiler=inference
+    )
+    return compiled(gm, list(example_inputs))
 
 
 def check(expect: Mapping[str, int], *, target: str = "") -> Report:
@@ -177,7 +185,9 @@ def check(expect: Mapping[str, int], *, target: str = "") -> Report:
     """
     if not _REPORTS:
         report = not_reached(target, expect)
-        raise StrictError(report.notes[0] + "; compile the model with backend='k3fuse' and call it once")
+        raise StrictError(
+            report.notes[0] + "; compile the model with backend='k3fuse' and call it once"
+        )
     merged = Report(
         "all graphs", _REPORTS[0].target, _REPORTS[0].m, _REPORTS[0].tp, _REPORTS[0].patterns,
         expected=dict(expect),
@@ -187,5 +197,7 @@ def check(expect: Mapping[str, int], *, target: str = "") -> Report:
         merged.near += report.near
     if missing := merged.missing():
         text = ", ".join(f"{n} of {name}" for name, n in missing.items())
-        raise StrictError(f"{text} expected and not rewritten:\n" + "\n".join(merged.reason_lines()[:6]))
+        raise StrictError(
+            f"{text} expected and not rewritten:\n" + "\n".join(merged.reason_lines()[:6])
+        )
     return merged

@@ -6,6 +6,7 @@ import copy
 import os
 import platform
 import time
+import warnings
 from typing import Any
 
 import torch
@@ -22,11 +23,14 @@ def machine() -> str:
     model = platform.processor() or platform.machine()
     try:
         with open("/proc/cpuinfo") as file:
-            names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
+            names = [
+                line.split(":", 1)[1].strip() for line in file if line.startswith("model name")
+            ]
         model = names[0] if names else model
     except OSError:
         pass
-    return f"{model}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}"
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
+    return f"{model}, {os.cpu_count()} cores, {versions}"
 
 
 def measure(
@@ -49,7 +53,7 @@ def measure(
         compiled = None
         if layers <= compile_up_to:
             progress(f"Inductor's compile, {layers} layers")
-            compiled = _compile(graph.module)
+            compiled = _compile(graph)
         progress(f"rewrite, {layers} layers")
         seconds = _rewrite(graph, parsed)
         rows.append(
@@ -86,12 +90,19 @@ def _inputs(module: fx.GraphModule) -> list[Any]:
     return [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
 
 
+def _copied(module: fx.GraphModule) -> fx.GraphModule:
+    with warnings.catch_warnings():
+        # torch's own pytree warns of its own pickle of a leaf.
+        warnings.simplefilter("ignore", FutureWarning)
+        return copy.deepcopy(module)
+
+
 def _inductor_passes(module: fx.GraphModule) -> float:
     """Inductor's own joint and post-grad pattern passes over a copy of the graph."""
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
     from torch._inductor.fx_passes.post_grad import post_grad_passes
 
-    copied = copy.deepcopy(module)
+    copied = _copied(module)
     start = time.perf_counter()
     with torch._inductor.virtualized.V.set_fake_mode(_inputs(module)[0].fake_mode):
         joint_graph_passes(copied)
@@ -99,12 +110,19 @@ def _inductor_passes(module: fx.GraphModule) -> float:
     return time.perf_counter() - start
 
 
-def _compile(module: fx.GraphModule) -> float:
+def _compile(graph: sources.SourceGraph) -> float:
+    """Inductor's compile, its caches off; the group has to exist while collectives are lowered."""
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
-    copied = copy.deepcopy(module)
-    torch._inductor.config.force_disable_caches = True
-    start = time.perf_counter()
-    with _inputs(module)[0].fake_mode:
-        compile_fx(copied, _inputs(module))
-    return time.perf_counter() - start
+    copied, inputs = _copied(graph.module), _inputs(graph.module)
+    ranks = next(iter(graph.groups.values()))
+    with (
+        sources.fake_group(ranks),
+        config.patch(force_disable_caches=True),
+        inputs[0].fake_mode,
+        torch.no_grad(),
+    ):
+        start = time.perf_counter()
+        compile_fx(copied, inputs)
+        return time.perf_counter() - start

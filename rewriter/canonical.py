@@ -76,7 +76,7 @@ def target_name(target: Any) -> str:
     if isinstance(target, OpOverloadPacket):
         return str(target).replace("::", ".")
     if isinstance(target, HigherOrderOperator):
-        return str(target.name()) if callable(getattr(target, "name", None)) else str(target)
+        return str(target.name())  # type: ignore[no-untyped-call]
     if target is operator.getitem:
         return "getitem"
     return getattr(target, "__name__", str(target))
@@ -93,7 +93,7 @@ def overload(node: fx.Node) -> OpOverload | None:
     if isinstance(target, OpOverload):
         return target
     if isinstance(target, OpOverloadPacket):
-        names = target.overloads()
+        names = target.overloads()  # type: ignore[no-untyped-call]
         return getattr(target, "default" if "default" in names else names[0])  # type: ignore[no-any-return]
     return None
 
@@ -132,6 +132,8 @@ def shape_of(node: fx.Node) -> tuple[Any, ...]:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return ()
+    if not value._has_symbolic_sizes_strides:
+        return tuple(value.shape)
     return tuple(s.node.expr if isinstance(s, torch.SymInt) else int(s) for s in value.shape)
 
 
@@ -223,7 +225,7 @@ def _canonical_permute(node: fx.Node, kind: str, args: dict[str, Any]) -> Canoni
 
 
 def _same_value(node: fx.Node, kind: str, args: dict[str, Any]) -> Canonical | None:
-    """Nodes that hold their input's elements in order: reshapes, no-op casts, expands and copies."""
+    """Nodes that hold their input's elements in order: reshapes, no-op casts, expands, copies."""
     base = args.get("self", args.get("a"))
     if not isinstance(base, fx.Node):
         return None
@@ -269,15 +271,20 @@ def canonical(node: fx.Node) -> Canonical:
         return Canonical("aten.square", (args["self"],))
     if kind == "aten.mul" and args["self"] is args["other"]:
         return Canonical("aten.square", (args["self"],))
-    if kind in ("aten.add", "aten.sub") and args.get("alpha", 1) == 1:
-        return Canonical(kind, (args["self"], args["other"]))
+    if kind in ("aten.add", "aten.sub"):
+        # a + 2 b is no sum of two rows: it gets a name of its own.
+        scaled = "" if args.get("alpha", 1) == 1 else f" alpha={args['alpha']}"
+        return Canonical(kind + scaled, (args["self"], args["other"]))
+    if kind == "aten.div" and args.get("rounding_mode") is not None:
+        return Canonical(f"{kind} {args['rounding_mode']}", (args["self"], args["other"]))
     return _generic(node, kind, args)
 
 
 def _generic(node: fx.Node, kind: str, args: dict[str, Any]) -> Canonical:
     inputs: list[Operand] = []
     attrs: list[tuple[str, Any]] = []
-    rank = next((rank_of(v) for v in args.values() if rank_of(v)), 0)
+    first = [v[0] if isinstance(v, (list, tuple)) and v else v for v in args.values()]
+    rank = next((rank_of(v) for v in first if rank_of(v)), 0)
     for key, value in args.items():
         if key in _IGNORED:
             continue
@@ -294,4 +301,6 @@ def _generic(node: fx.Node, kind: str, args: dict[str, Any]) -> Canonical:
             attrs.append(("dim", tuple(sorted(_negative(d, shift) for d in dims))))
         else:
             attrs.append((key, _freeze(value)))
-    return Canonical(_RENAMED.get(kind, kind), tuple(inputs), tuple(sorted(attrs, key=lambda a: a[0])))
+    return Canonical(
+        _RENAMED.get(kind, kind), tuple(inputs), tuple(sorted(attrs, key=lambda a: a[0]))
+    )

@@ -20,7 +20,7 @@ class Failure(click.ClickException):
 
     def __init__(self, message: str, code: int = WRONG_USE) -> None:
         super().__init__(message)
-        self.exit_code = code
+        self.exit_code = code  # type: ignore[misc]
 
     def show(self, file: Any = None) -> None:
         """Print the line."""
@@ -29,9 +29,14 @@ class Failure(click.ClickException):
 
 def _shared(command: Callable[..., Any]) -> Callable[..., Any]:
     """--json and -o, as every command has them."""
-    command = click.option("--json", "as_json", is_flag=True, help="One JSON document, nothing else.")(command)
+    command = click.option(
+        "--json", "as_json", is_flag=True, help="One JSON document, nothing else."
+    )(command)
     return click.option(
-        "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write there instead."
+        "-o",
+        "--output",
+        type=click.Path(dir_okay=False, path_type=Path),
+        help="Write there instead.",
     )(command)
 
 
@@ -53,18 +58,23 @@ def _count(_: Any, __: Any, text: str) -> int | None:
 def main() -> None:
     """Rewrite Kimi K3 decode graphs onto fused kernels, and say what did not match and why.
 
-    Exit codes: 0 as expected, 1 sites missing or a check failed, 2 wrong use, 3 backend never reached.
+    Exit codes: 0 as expected, 1 sites missing or a check failed, 2 wrong use, 3 backend never
+    reached.
     """
 
 
 @main.command()
 @click.argument("source")
 @click.option("--target", default="gb300:tp8", show_default=True, help="ARCH:tpN, or reference.")
-@click.option("--m", "m", default="8", show_default=True, callback=_count, help="Tokens, or 'dynamic'.")
+@click.option(
+    "--m", "m", default="8", show_default=True, callback=_count, help="Tokens, or 'dynamic'."
+)
 @click.option("--plan", is_flag=True, help="As if every planned kernel existed.")
 @click.option("--layers", type=click.IntRange(1), help="Layers of a built-in model.")
 @click.option("--form", default="", help="Spelling of a built-in model (see the docs).")
-@click.option("--dump", type=click.Path(file_okay=False, path_type=Path), help="Write text dumps there.")
+@click.option(
+    "--dump", type=click.Path(file_okay=False, path_type=Path), help="Write text dumps there."
+)
 @_filters
 @_shared
 def inspect(
@@ -79,7 +89,14 @@ def inspect(
 
     with console.progress(quiet=as_json) as progress, _one_line():
         report = inspect_source(
-            source, target=target, m=m, plan=plan, layers=layers, form=form, dump=dump, progress=progress
+            source,
+            target=target,
+            m=m,
+            plan=plan,
+            layers=layers,
+            form=form,
+            dump=dump,
+            progress=progress,
         )
     saved = SavedReport(report)
     _check_filters(saved, pattern, layer)
@@ -92,7 +109,9 @@ def inspect(
 @click.argument("dump", type=click.Path(path_type=Path))
 @_filters
 @_shared
-def explain(dump: Path, pattern: str | None, layer: int | None, as_json: bool, output: Path | None) -> None:
+def explain(
+    dump: Path, pattern: str | None, layer: int | None, as_json: bool, output: Path | None
+) -> None:
     """Why sites of DUMP (folder or report.json) were not rewritten."""
     saved = _load(dump, pattern, layer)
     left = [s for s in saved.sites if s["outcome"] != "found"]
@@ -104,15 +123,20 @@ def explain(dump: Path, pattern: str | None, layer: int | None, as_json: bool, o
 @click.argument("dump", type=click.Path(path_type=Path))
 @_filters
 @_shared
-def diff(dump: Path, pattern: str | None, layer: int | None, as_json: bool, output: Path | None) -> None:
-    """What changed in DUMP: a unified diff of each rewritten site, or of the whole graph."""
+def diff(
+    dump: Path, pattern: str | None, layer: int | None, as_json: bool, output: Path | None
+) -> None:
+    """What changed in DUMP: a unified diff of each rewritten site."""
     from k3fuse.rewriter.saved import site_diffs
 
     saved = _load(dump, pattern, layer)
     with _one_line():
         diffs = site_diffs(dump, saved)
     document = {"schema": saved.document["schema"], "diffs": diffs}
-    console.emit(document if as_json else "\n".join(d["diff"] for d in diffs) or "no site was rewritten\n", output)
+    console.emit(
+        document if as_json else "\n".join(d["diff"] for d in diffs) or "no site was rewritten\n",
+        output,
+    )
 
 
 @main.command()
@@ -146,8 +170,8 @@ def run(
         report = run_script(script, arguments, dry_run=dry_run)
     if report is None:
         raise Failure(
-            "COMPILE_NOT_REACHED: no graph reached the backend; compile a model with backend='k3fuse' "
-            "and call it in the script",
+            "COMPILE_NOT_REACHED: no graph reached the backend; compile a model with "
+            "backend='k3fuse' and call it in the script",
             NOT_REACHED,
         )
     saved = SavedReport(report)
@@ -163,9 +187,17 @@ def bench() -> None:
 @bench.command("rewrite")
 @click.option("--layers", default="1,2,4,8,13,93", show_default=True, help="Layer counts.")
 @click.option("--target", default="gb300:tp8", show_default=True)
-@click.option("--compile-up-to", type=int, default=0, show_default=True, help="Time Inductor's compile up to so many layers.")
+@click.option(
+    "--compile-up-to",
+    type=int,
+    default=0,
+    show_default=True,
+    help="Time Inductor's compile up to so many layers.",
+)
 @_shared
-def bench_rewrite(layers: str, target: str, compile_up_to: int, as_json: bool, output: Path | None) -> None:
+def bench_rewrite(
+    layers: str, target: str, compile_up_to: int, as_json: bool, output: Path | None
+) -> None:
     """Rewrite time by number of layers, beside Inductor's own pattern passes on the same graph."""
     from k3fuse.rewriter.benchmark import measure
 
@@ -177,7 +209,7 @@ def bench_rewrite(layers: str, target: str, compile_up_to: int, as_json: bool, o
     console.emit(document if as_json else console.bench_text(document), output)
 
 
-# --- helpers ----------------------------------------------------------------------------------------
+# --- helpers ----------------------------------------------------------------------------------
 
 
 class _one_line:  # noqa: N801 - reads as a statement

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from k3fuse.rewriter.reasons import without_node
+
 if TYPE_CHECKING:
     from k3fuse.rewriter.saved import SavedReport
 
@@ -71,7 +73,9 @@ def report_text(saved: SavedReport) -> list[Any]:
         table.add_column(name, justify="right")
     table.add_column("kernel")
     for name, count in d["patterns"].items():
-        kernels = sorted({s["kernel"] for s in saved.sites if s["pattern"] == name and s["outcome"] == "found"})
+        kernels = sorted(
+            {s["kernel"] for s in saved.sites if s["pattern"] == name and s["outcome"] == "found"}
+        )
         expected = "-" if count["expected"] is None else str(count["expected"])
         row = [str(count[k]) for k in ("found", "near", "refused")]
         table.add_row(name, expected, *row, ", ".join(kernels) or "-")
@@ -80,11 +84,14 @@ def report_text(saved: SavedReport) -> list[Any]:
     counts = d["launches"]
     if any(v is not None for v in counts.values()):
         parts.append(
-            f"launches a layer after the rewrite (planned, counted by policy): KDA {counts['kda_layer']}, "
-            f"MLA {counts['mla_layer']}"
+            "launches a layer after the rewrite (planned, counted by policy): "
+            f"KDA {counts['kda_layer']}, MLA {counts['mla_layer']}"
         )
     nodes = d["nodes"]
-    parts.append(f"{nodes['before']} -> {nodes['after']} nodes, rewritten in {d['seconds']:.2f} s, checked: {d['validated']}")
+    parts.append(
+        f"{nodes['before']} -> {nodes['after']} nodes, rewritten in {d['seconds']:.2f} s, "
+        f"checked: {d['validated']}"
+    )
     return parts
 
 
@@ -93,11 +100,12 @@ def reasons(sites: list[dict[str, Any]]) -> list[str]:
     grouped: dict[tuple[str, str, str], list[Any]] = {}
     for site in sites:
         for reason in site["reasons"][:1]:
-            text = reason["sentence"]
-            text = text.replace(reason["nodes"][0], "*") if reason["nodes"] else text
+            text = without_node(reason["sentence"], reason["nodes"])
             grouped.setdefault((reason["code"], site["pattern"], text), []).append(site["layer"])
     ordered = sorted(grouped.items(), key=lambda item: -len(item[1]))
-    return [f"{len(layers)} x {code}  {pattern}: {text}" for (code, pattern, text), layers in ordered]
+    return [
+        f"{len(layers)} x {code}  {pattern}: {text}" for (code, pattern, text), layers in ordered
+    ]
 
 
 def explain_text(sites: list[dict[str, Any]]) -> list[Any]:
@@ -118,8 +126,17 @@ def explain_text(sites: list[dict[str, Any]]) -> list[Any]:
 
 def bench_text(document: dict[str, Any]) -> list[Any]:
     """Rows of `bench rewrite`."""
-    table = Table(title=f"rewrite time, {document['target']}, {document['machine']}", title_justify="left")
-    names = ("layers", "nodes", "rewrite_seconds", "microseconds_per_node", "inductor_pattern_seconds", "compile_seconds")
+    table = Table(
+        title=f"rewrite time, {document['target']}, {document['machine']}", title_justify="left"
+    )
+    names = (
+        "layers",
+        "nodes",
+        "rewrite_seconds",
+        "microseconds_per_node",
+        "inductor_pattern_seconds",
+        "compile_seconds",
+    )
     for name in names:
         table.add_column(name, justify="right")
     for row in document["rows"]:

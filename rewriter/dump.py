@@ -33,7 +33,16 @@ def write_dump(
             (root / "00_input.txt").write_text(before)
         (root / "01_rewritten.txt").write_text(graph_text(rewritten))
         (root / "summary.json").write_text(dump_json(report.to_json()))
-        lines = ["# k3fuse dump", "", "```", report.summary(), "```", "", "| site | outcome | reason |", "|---|---|---|"]
+        lines = [
+            "# k3fuse dump",
+            "",
+            "```",
+            report.summary(),
+            "```",
+            "",
+            "| site | outcome | reason |",
+            "|---|---|---|",
+        ]
         for site in report.sites:
             stem = site_stem(site)
             (root / "sites" / f"{stem}.before.txt").write_text((site.before or "") + "\n")
@@ -61,10 +70,14 @@ def why_text(site: Site) -> str:
     if site.source:
         lines.append(f"model line: {site.source}")
     if site.kernel is not None:
-        lines.append(f"kernel: {site.kernel.name}, {site.kernel.launches} launch(es), {site.kernel.policy}")
+        lines.append(
+            f"kernel: {site.kernel.name}, {site.kernel.launches} launch(es), {site.kernel.policy}"
+        )
     lines += [f"note: {note}" for note in site.notes]
     lines += ["", "guards"]
-    lines += [f"  {'ok  ' if g.passed else 'FAIL'} {g.guard.text}   [{g.actual}]" for g in site.guards]
+    lines += [
+        f"  {'ok  ' if g.passed else 'FAIL'} {g.guard.text}   [{g.actual}]" for g in site.guards
+    ]
     for reason in site.reasons:
         lines += ["", f"{reason.code}: {reason.sentence}", f"  fix: {reason.fix}"]
         lines += [f"  nodes: {', '.join(reason.nodes)}"] if reason.nodes else []

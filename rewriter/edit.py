@@ -9,12 +9,14 @@ from typing import Any, Literal
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from k3fuse.rewriter.canonical import shape_of
+from k3fuse.rewriter.fakes import FakeResults, fake_value
 from k3fuse.rewriter.reasons import Code, Reason
-from k3fuse.rewriter.site import Output, Replacement, Site
+from k3fuse.rewriter.site import Output, Replacement, Reshaped, Site, flatten_nodes
 from k3fuse.rewriter.subgraph import ExtractError, view_sizes
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,12 @@ class Editor:
     listeners: list[Callable[[Event], None]] = field(default_factory=list)
     replaced: dict[fx.Node, fx.Node] = field(default_factory=dict)
     _unordered: bool = False
+    _inputs_end: list[fx.Node] | None = None
+    _fakes: FakeResults = field(default_factory=FakeResults)
 
-    def _tell(self, kind: Literal["inserted", "erased", "replaced"], node: str, by: str = "") -> None:
+    def _tell(
+        self, kind: Literal["inserted", "erased", "replaced"], node: str, by: str = ""
+    ) -> None:
         event = Event(kind, node, by)
         self.events.append(event)
         for listener in self.listeners:
@@ -63,67 +69,73 @@ class Editor:
         dtype of the values they stand for and the same number of elements; a view restores the
         shape where only that differs.
         """
-        args, kwargs = pytree.tree_map_only(fx.Node, self.current, (planned.args, planned.kwargs))
+        args, kwargs = self._mapped(planned.args), planned.kwargs
+        reshaped = [a for a in args if isinstance(a, Reshaped)]
         outputs = tuple(
             Output(o.node, self.current(o.source) if isinstance(o.source, fx.Node) else o.source)
             for o in planned.outputs
         )
         replacement = Replacement(planned.op, args, kwargs, outputs)
-        values = self._results(replacement)
+        values = self._fakes.of(planned.op, args, kwargs)
         self._check_results(replacement, values)
         graph = self.module.graph
         inner = set(site.nodes)
-        operands = [self.current(n) for n in site.operand_nodes()]
-        anchor = max([*operands, *self._last_placeholder()])
-        self._unordered |= any(
-            u < anchor for o in outputs for u in o.node.users if u not in inner
-        )
+        anchor = max([*self._operands(args), *self._last_placeholder()])
+        first = next((n for n in site.nodes if not n._erased), None)
+        if first is not None and anchor < first:
+            anchor = first.prev  # a write before the whole site stays before the op
+        self._unordered |= any(u < anchor for o in outputs for u in o.node.users if u not in inner)
+        for item in reshaped:
+            with graph.inserting_after(anchor):
+                source = self.current(item.node)
+                anchor = graph.call_function(aten.reshape.default, (source, list(item.sizes)))
+            self._describe(anchor, site, fake_value(item))
+            self._tell("inserted", anchor.name)
+            args = tuple(anchor if a is item else a for a in args)
         with graph.inserting_after(anchor):
-            call = graph.call_function(replacement.op, replacement.args, replacement.kwargs)
+            call = graph.call_function(replacement.op, args, replacement.kwargs)
         self._describe(call, site, values)
         self._tell("inserted", call.name)
         previous, results = call, []
+        if _returns_tensor(replacement.op):
+            call.meta["val"] = values[0]
+            results, values = [call], ()
         for i, value in enumerate(values):
             with graph.inserting_after(previous):
-                item = graph.call_function(operator.getitem, (call, i))
-            self._describe(item, site, value)
-            self._tell("inserted", item.name)
-            results.append(item)
-            previous = item
+                part = graph.call_function(operator.getitem, (call, i))
+            self._describe(part, site, value)
+            self._tell("inserted", part.name)
+            results.append(part)
+            previous = part
         self._rewire(replacement, results, previous, site)
         self._erase(site)
-        for item in results:
-            if not item.users:
-                self._tell("erased", item.name)
-                graph.erase_node(item)
+        for part in results:
+            if not part.users and part is not call:
+                self._tell("erased", part.name)
+                graph.erase_node(part)
         return call
 
-    def _last_placeholder(self) -> list[fx.Node]:
-        last = None
-        for node in self.module.graph.nodes:
-            if node.op not in ("placeholder", "get_attr"):
-                break
-            last = node
-        return [last] if last is not None else []
+    def _operands(self, args: tuple[Any, ...]) -> list[fx.Node]:
+        flat = [a.node if isinstance(a, Reshaped) else a for a in args]
+        return [self.current(n) for n in flatten_nodes(flat)]
 
-    def _results(self, replacement: Replacement) -> tuple[Any, ...]:
-        nodes = [n for n in pytree.arg_tree_leaves(*replacement.args, **replacement.kwargs)]
-        mode = next(
-            (
-                m for n in nodes
-                if isinstance(n, fx.Node) and (m := getattr(n.meta.get("val"), "fake_mode", None))
-            ),
-            None,
-        )  # fmt: skip
-        args, kwargs = pytree.tree_map_only(
-            fx.Node, lambda n: n.meta["val"], (replacement.args, replacement.kwargs)
-        )
-        if mode is None:
-            out = replacement.op(*args, **kwargs)
-        else:
-            with mode:
-                out = replacement.op(*args, **kwargs)
-        return tuple(out) if isinstance(out, (list, tuple)) else (out,)
+    def _mapped(self, args: Any) -> Any:
+        """Arguments with every node replaced by the one that stands for it now."""
+        if isinstance(args, fx.Node):
+            return self.current(args)
+        if isinstance(args, (list, tuple)):
+            return type(args)(self._mapped(a) for a in args)
+        return args
+
+    def _last_placeholder(self) -> list[fx.Node]:
+        """The last input of the graph, behind which every op must stand."""
+        if self._inputs_end is None:
+            self._inputs_end = []
+            for node in self.module.graph.nodes:
+                if node.op not in ("placeholder", "get_attr"):
+                    break
+                self._inputs_end = [node]
+        return self._inputs_end
 
     def _check_results(self, replacement: Replacement, values: tuple[Any, ...]) -> None:
         for output in replacement.outputs:
@@ -153,8 +165,8 @@ class Editor:
                 raise EditError(
                     Reason(
                         Code.STRIDE_OR_ALIGN,
-                        f"{output.node.name} has shape {tuple(want.shape)} and stride {want.stride()}, "
-                        f"the fused op gives contiguous {tuple(have.shape)}",
+                        f"{output.node.name} has shape {tuple(want.shape)} and stride "
+                        f"{want.stride()}, the fused op gives contiguous {tuple(have.shape)}",
                         (output.node.name,),
                         expected=str(tuple(want.shape)),
                         actual=str(tuple(have.shape)),
@@ -163,7 +175,9 @@ class Editor:
             try:
                 view_sizes(shape_of(output.node))
             except ExtractError as error:
-                raise EditError(Reason(Code.SHAPE_MISMATCH, str(error), (output.node.name,))) from error
+                raise EditError(
+                    Reason(Code.SHAPE_MISMATCH, str(error), (output.node.name,))
+                ) from error
 
     def _rewire(
         self, replacement: Replacement, results: list[fx.Node], previous: fx.Node, site: Site
@@ -176,7 +190,7 @@ class Editor:
                 if shape_of(new) != shape_of(output.node):
                     with graph.inserting_after(previous):
                         new = graph.call_function(
-                            torch.ops.aten.view.default, (new, view_sizes(shape_of(output.node)))
+                            aten.view.default, (new, view_sizes(shape_of(output.node)))
                         )
                     self._describe(new, site, output.node.meta["val"])
                     self._tell("inserted", new.name)
@@ -217,12 +231,22 @@ class Editor:
             "replaced": [n.name for n in site.nodes],
         }
 
-    def finish(self) -> None:
-        """Restore topological order where an output was read above its new place; recompile."""
+    def finish(self, *, recompile: bool = True) -> None:
+        """Restore topological order where an output was read above its new place.
+
+        recompile: generate the module's Python code anew; a compiler that reads the graph needs
+        none.
+        """
         if self._unordered:
             from torch._inductor.pattern_matcher import stable_topological_sort
 
             stable_topological_sort(self.module.graph)
             self._unordered = False
-        self.module.graph.lint()
-        self.module.recompile()
+        if recompile:
+            self.module.recompile()
+
+
+def _returns_tensor(op: Any) -> bool:
+    """Whether an op gives one bare tensor, which must not be indexed, rather than a list."""
+    returns = op._schema.returns
+    return len(returns) == 1 and str(returns[0].type) == "Tensor"

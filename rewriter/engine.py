@@ -18,7 +18,7 @@ from k3fuse.rewriter.options import Options
 from k3fuse.rewriter.pattern import Pattern, load_patterns
 from k3fuse.rewriter.reasons import Code, Reason, Refusal
 from k3fuse.rewriter.report import Report
-from k3fuse.rewriter.site import Replacement, Site
+from k3fuse.rewriter.site import NearMiss, Replacement, Site, absorb_views
 from k3fuse.rewriter.target import Target
 from k3fuse.rewriter.verify import snapshot, verify
 from k3fuse.rewriter.view import GraphView
@@ -35,9 +35,12 @@ def rewrite(
     source: str = "graph",
     patterns: tuple[Pattern, ...] | None = None,
     progress: Progress | None = None,
+    texts: bool = False,
+    recompile: bool = True,
 ) -> Report:
     """Rewrite `module` in place and report. A graph without an accepted site is not touched.
 
+    texts: keep each site's text before and after (for dumps). recompile: see Editor.finish.
     The graph must be a functional ATen graph with fake values in meta["val"].
     """
     target = options.target or Target.detect()
@@ -79,7 +82,9 @@ def rewrite(
     with phase("edit"):
         before = snapshot(module.graph)
         editor = Editor(module)
-        _edit(editor, view, loaded, report, target)
+        _edit(editor, view, loaded, report, target, texts=texts or bool(options.dump_dir))
+        if editor.events:
+            editor.finish(recompile=recompile)
     with phase("verify"):
         if options.validate != "off":
             verify(module, before)
@@ -95,6 +100,7 @@ def _match(view: GraphView, patterns: tuple[Pattern, ...], report: Report) -> No
     for pattern in patterns:
         for found in pattern.find(view):
             if isinstance(found, Site):
+                found.nodes = absorb_views(view, found.nodes)
                 report.sites.append(found)
             else:
                 report.near.append(found)
@@ -119,12 +125,15 @@ def _number_layers(view: GraphView, report: Report, options: Options) -> None:
     the rest of the layer behind it.
     """
     ends = sorted(view.index[s.anchor] for s in report.sites if s.pattern == "output_projection")
-    for item in [*report.sites, *report.near]:
+    items: list[Site | NearMiss] = [*report.sites, *report.near]
+    for item in items:
         if isinstance(item, Site) and item.outside_layers:
             continue
         nodes = item.nodes if isinstance(item, Site) else (item.anchor,)
         named = [n for x in nodes if (n := _layer_named(x)) is not None]
-        weights = [w.name for x in nodes for w in x.all_input_nodes if w.op in ("placeholder", "get_attr")]
+        weights = [
+            w.name for x in nodes for w in x.all_input_nodes if w.op in ("placeholder", "get_attr")
+        ]
         named += [int(f[1]) for w in weights if (f := _LAYER.search(w))]
         if named:
             item.layer = Counter(named).most_common(1)[0][0]
@@ -166,7 +175,9 @@ def _judge(
     if site.pattern in options.disable:
         site.refuse(Reason(Code.DISABLED_BY_USER, f"pattern {site.pattern} is disabled", names))
     if options.only_layers is not None and site.layer not in options.only_layers:
-        site.refuse(Reason(Code.DISABLED_BY_USER, f"layer {site.layer} is not in only_layers", names))
+        site.refuse(
+            Reason(Code.DISABLED_BY_USER, f"layer {site.layer} is not in only_layers", names)
+        )
     if site.outcome != "found":
         return
     site.kernel = pattern.kernel(site, target)
@@ -219,13 +230,19 @@ def _token_count(report: Report) -> None:
 
 
 def _edit(
-    editor: Editor, view: GraphView, patterns: tuple[Pattern, ...], report: Report, target: Target
+    editor: Editor,
+    view: GraphView,
+    patterns: tuple[Pattern, ...],
+    report: Report,
+    target: Target,
+    *,
+    texts: bool,
 ) -> None:
     """Replace every accepted site. All replacements are made before the first edit."""
     by_name = {p.name: p for p in patterns}
     planned: list[tuple[Site, Replacement]] = []
     for site in report.found:
-        site.before = "\n".join(node_lines(site.nodes))
+        site.before = "\n".join(node_lines(site.nodes)) if texts else ""
         try:
             planned.append((site, by_name[site.pattern].replacement(site, view, target)))
         except Refusal as refusal:
@@ -237,9 +254,7 @@ def _edit(
             site.refuse(error.reason)
             continue
         site.new_node = call.name
-        site.after = "\n".join(node_lines([call, *call.users]))
-    if editor.events:
-        editor.finish()
+        site.after = "\n".join(node_lines([call, *call.users])) if texts else ""
 
 
 def source_line(node: fx.Node) -> str:

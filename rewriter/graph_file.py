@@ -35,10 +35,11 @@ from typing import Any
 import sympy
 import torch
 import torch.fx as fx
-from k3fuse.kernels.common.encoding import EncodingError, Json, dtype_name, encode, target_name
-from k3fuse.rewriter.graph_ops import describe_ops
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from k3fuse.kernels.common.encoding import EncodingError, Json, dtype_name, encode, target_name
+from k3fuse.rewriter.graph_ops import describe_ops
 
 SCHEMA = "k3fuse.graph/1"
 _SOURCE_WIDTH = 100

@@ -14,6 +14,13 @@ from typing import Any
 import sympy
 import torch
 import torch.fx as fx
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._sympy import functions as sympy_functions
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.value_ranges import ValueRanges
+
 from k3fuse.kernels.common.encoding import (
     EncodingError,
     Json,
@@ -23,12 +30,6 @@ from k3fuse.kernels.common.encoding import (
 )
 from k3fuse.rewriter.graph_file import SCHEMA, GraphFile, GraphFileError
 from k3fuse.rewriter.graph_ops import define_missing
-from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
-from torch.utils._sympy import functions as sympy_functions
-from torch.utils._sympy.numbers import int_oo
-from torch.utils._sympy.value_ranges import ValueRanges
 
 _REWRITE = "write it again with save_graph"
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {

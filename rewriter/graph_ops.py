@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+
 from k3fuse.kernels.common.encoding import EncodingError, Json
 
 # Namespaces that every torch has.

@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from k3fuse.rewriter.canonical import target_name
 from torch import fx
+
+from k3fuse.rewriter.canonical import target_name
 
 _SHORT = {
     torch.bfloat16: "bf16",
@@ -52,7 +53,8 @@ def node_line(node: fx.Node) -> str:
         return f"%{node.name}: {value_text(node.meta.get('val'))} = {node.op} {node.target}"
     args = [_argument(a) for a in node.args]
     args += [f"{k}={_argument(v)}" for k, v in node.kwargs.items()]
-    return f"%{node.name}: {value_text(node.meta.get('val'))} = {target_name(node.target)}({', '.join(args)})"
+    value = value_text(node.meta.get("val"))
+    return f"%{node.name}: {value} = {target_name(node.target)}({', '.join(args)})"
 
 
 def node_lines(nodes: Iterable[fx.Node]) -> list[str]:

@@ -5,20 +5,23 @@ The same object is used by the matcher, the report, the docs and the tests.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import sympy
 import torch
+from sympy.printing.str import StrPrinter
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from k3fuse.rewriter.reasons import Code, Reason
 
 # Values a symbol can take: an integer, a sympy expression over the graph's own symbols, or a name
 # (a dtype, an activation), which is a sympy.Symbol too so that one relation language serves all.
-Value = sympy.Basic
+Value: TypeAlias = sympy.Basic
 
 _NAME_PREFIX = "'"
 
@@ -53,9 +56,32 @@ def to_value(value: Any) -> Value:
     raise TypeError(f"value {value!r} cannot be used in a guard; use int, SymInt, dtype or str")
 
 
+class _Printer(StrPrinter):  # type: ignore[misc]
+    """Relations as people write them: K = 7168, 1 <= M and M <= 64, names without their marker."""
+
+    def _print_Symbol(self, expr: sympy.Symbol) -> str:  # noqa: N802 - sympy's dispatch
+        return str(expr.name).removeprefix(_NAME_PREFIX)
+
+    def _print_Relational(self, expr: sympy.core.relational.Relational) -> str:  # noqa: N802
+        sign = "=" if isinstance(expr, sympy.Equality) else expr.rel_op
+        return f"{self._print(expr.lhs)} {sign} {self._print(expr.rhs)}"
+
+    def _print_And(self, expr: sympy.And) -> str:  # noqa: N802
+        return self._join(expr, " and ")
+
+    def _print_Or(self, expr: sympy.Or) -> str:  # noqa: N802
+        return self._join(expr, " or ")
+
+    def _join(self, expr: sympy.Basic, word: str) -> str:
+        parts = sorted(expr.args, key=sympy.default_sort_key)
+        texts = [self._print(p) for p in parts]
+        compound = [isinstance(p, (sympy.And, sympy.Or)) for p in parts]
+        return word.join(f"({t})" if c else t for t, c in zip(texts, compound, strict=True))
+
+
 def show(value: Any) -> str:
     """Text of a value or relation, names without their marker."""
-    return str(value).replace(_NAME_PREFIX, "")
+    return str(_Printer().doprint(value)) if isinstance(value, sympy.Basic) else str(value)
 
 
 @dataclass(frozen=True)
@@ -97,7 +123,7 @@ def _bounds(expr: sympy.Basic, env: ShapeEnv | None) -> tuple[sympy.Basic, sympy
         return expr, expr
     if env is None:
         return sympy.Integer(0), sympy.oo
-    bound = env.bound_sympy(expr)  # type: ignore[arg-type]
+    bound = env.bound_sympy(expr)
     return bound.lower, bound.upper
 
 
@@ -148,6 +174,57 @@ def _proved(relation: sympy.Basic, env: ShapeEnv | None) -> bool:
     return False
 
 
+def _fast(expr: sympy.Basic, values: Mapping[sympy.Symbol, Value]) -> Any:
+    """Evaluate on plain numbers and names; None where a symbolic size is involved.
+
+    sympy's substitution takes milliseconds; a graph asks some thousand guards.
+    """
+    if isinstance(expr, sympy.Symbol):
+        value = values.get(expr, expr)
+        return int(value) if isinstance(value, sympy.Integer) else value
+    if isinstance(expr, sympy.Rational):
+        return Fraction(expr.p, expr.q)
+    if isinstance(expr, sympy.core.relational.Relational):
+        return _fast_relation(expr, values)
+    parts = [_fast(part, values) for part in expr.args]
+    if any(part is None for part in parts):
+        return None
+    if isinstance(expr, sympy.And):
+        return all(parts)
+    if isinstance(expr, sympy.Or):
+        return any(parts)
+    return _arithmetic(expr, parts) if all(isinstance(p, (int, Fraction)) for p in parts) else None
+
+
+def _arithmetic(expr: sympy.Basic, parts: list[Any]) -> Any:
+    if isinstance(expr, sympy.Add):
+        return sum(parts)
+    if isinstance(expr, sympy.Mul):
+        return math.prod(parts)
+    if isinstance(expr, sympy.Pow) and parts[1] == -1 and parts[0] != 0:
+        return 1 / Fraction(parts[0])
+    if isinstance(expr, sympy.ceiling):
+        return math.ceil(parts[0])
+    return None
+
+
+def _fast_relation(
+    expr: sympy.core.relational.Relational, values: Mapping[sympy.Symbol, Value]
+) -> bool | None:
+    left, right = _fast(expr.lhs, values), _fast(expr.rhs, values)
+    names = [isinstance(side, sympy.Symbol) and _is_name(side) for side in (left, right)]
+    if isinstance(expr, sympy.Equality) and all(names):
+        return bool(left == right)
+    if not all(isinstance(side, (int, Fraction)) for side in (left, right)):
+        return None
+    compare = {"==": left == right, "<=": left <= right, ">=": left >= right, "<": left < right}
+    return compare.get(expr.rel_op)
+
+
+def _is_name(symbol: sympy.Symbol) -> bool:
+    return str(symbol.name).startswith(_NAME_PREFIX)
+
+
 @dataclass(frozen=True)
 class GuardResult:
     """One evaluated guard, for the report: passed or not, with the values seen."""
@@ -172,6 +249,9 @@ def check(guard: Guard, values: Mapping[sympy.Symbol, Value], env: ShapeEnv | No
     actual = ", ".join(f"{s.name} = {show(values.get(s, 'unknown'))}" for s in guard.symbols)
     if any(s not in values for s in guard.symbols):
         return GuardResult(guard, False, actual)
+    fast = _fast(guard.relation, values)
+    if fast is not None:
+        return GuardResult(guard, fast, actual)
     relation = guard.relation.subs(dict(values), simultaneous=True)
     holds = _reachable(relation, env) if guard.proof == "reachable" else _proved(relation, env)
     return GuardResult(guard, holds, actual)

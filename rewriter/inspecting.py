@@ -52,7 +52,9 @@ def inspect_source(
             }
         )
         before = graph_text(graph.module.graph) if dump is not None else ""
-        report = rewrite(graph.module, options, source=graph.name, progress=progress)
+        report = rewrite(
+            graph.module, options, source=graph.name, progress=progress, texts=dump is not None
+        )
         if dump is not None:
             progress("write dump")
             several = number if len(graphs) > 1 else 0

@@ -23,14 +23,15 @@ class OptionError(ValueError):
 class Options:
     """How to rewrite.
 
-    target: see Target.parse; None detects it. inner: what compiles the rewritten graph.
-    plan: treat kernels that do not exist yet as if they did. dry_run: match and
-    report, edit nothing. strict: an expected site that was not
-    rewritten, or a rank that disagrees, is an error. expect: pattern name -> expected sites; sites
-    of all graphs of one model are added up by the caller. disable: pattern names left alone.
-    only_layers: rewrite only these layers (None: all). first_layer: number of the graph's first
-    layer. validate: checks after the rewrite. dump_dir: folder for text dumps ("": none).
-    groups: process group name -> ranks, where torch.distributed cannot tell.
+    target: see Target.parse; None detects it. inner: what compiles the rewritten graph; "inductor",
+    "aot_eager" or "eager". plan: treat kernels that do not exist yet as if they did. dry_run: match
+    and report, edit nothing. strict: an expected site that was not rewritten, or a rank that
+    disagrees, is an error. expect: pattern name -> expected sites; sites of all graphs of one model
+    are added up by the caller. disable: pattern names left alone. only_layers: rewrite only these
+    layers (None: all). first_layer: number of the graph's first layer. validate: checks after the
+    rewrite, "off" or "structure" ("values" is reserved and does the same). log: what each rewrite
+    logs; "off", "summary" (3 reasons), "explain" or "all" (every reason). dump_dir: folder for text
+    dumps ("": none). groups: process group name -> ranks, where torch.distributed cannot tell.
     """
 
     target: Target | None = None
@@ -54,7 +55,9 @@ class Options:
             ("log", self.log, LOG),
         ):
             if value not in known:
-                raise OptionError(f"option {name}={value!r} is unknown; use one of {', '.join(known)}")
+                raise OptionError(
+                    f"option {name}={value!r} is unknown; use one of {', '.join(known)}"
+                )
 
     @classmethod
     def make(cls, given: Mapping[str, Any] | None = None) -> Options:
@@ -67,12 +70,16 @@ class Options:
         known = {f.name for f in dataclasses.fields(cls)}
         for name in values:
             if name not in known:
-                raise OptionError(f"option {name!r} does not exist; use one of {', '.join(sorted(known))}")
+                raise OptionError(
+                    f"option {name!r} does not exist; use one of {', '.join(sorted(known))}"
+                )
         target = values.get("target")
         if isinstance(target, str):
             values["target"] = Target.parse(target)
         elif target is not None and not isinstance(target, Target):
-            raise OptionError(f"option target={target!r} is no target; use a string such as 'gb300:tp8'")
+            raise OptionError(
+                f"option target={target!r} is no target; use a string such as 'gb300:tp8'"
+            )
         for name in ("disable", "only_layers"):
             value = values.get(name)
             if isinstance(value, str):
@@ -86,17 +93,20 @@ class Options:
 
     def changed(self) -> dict[str, Any]:
         """Options that differ from their defaults, as text, for the summary."""
-        out: dict[str, Any] = {}
-        for f in dataclasses.fields(self):
-            value = getattr(self, f.name)
-            default = f.default if f.default is not dataclasses.MISSING else f.default_factory()  # type: ignore[misc]
-            if value != default and f.name not in ("target", "groups", "expect"):
-                out[f.name] = value
-        return out
+        defaults = Options()
+        names = [f.name for f in dataclasses.fields(self)]
+        return {
+            name: getattr(self, name)
+            for name in names
+            if name not in ("target", "groups", "expect")
+            and getattr(self, name) != getattr(defaults, name)
+        }
 
 
 def _environment() -> dict[str, Any]:
-    """K3FUSE_TARGET, _DUMP_DIR, _LOG, _DISABLE, _ONLY_LAYERS, _STRICT, _PLAN, _DRY_RUN, _VALIDATE, _INNER."""
+    """K3FUSE_TARGET, _DUMP_DIR, _LOG, _DISABLE, _ONLY_LAYERS, _STRICT, _PLAN, _DRY_RUN, _VALIDATE
+    and _INNER.
+    """
     found: dict[str, Any] = {}
     for name in ("target", "dump_dir", "log", "validate", "inner"):
         text = os.environ.get(f"K3FUSE_{name.upper()}")
@@ -114,5 +124,7 @@ def _environment() -> dict[str, Any]:
         try:
             found["only_layers"] = tuple(int(p) for p in text.split(","))
         except ValueError:
-            raise OptionError(f"K3FUSE_ONLY_LAYERS={text!r} is no list of integers, e.g. 0,3,12") from None
+            raise OptionError(
+                f"K3FUSE_ONLY_LAYERS={text!r} is no list of integers, e.g. 0,3,12"
+            ) from None
     return found

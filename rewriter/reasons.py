@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 
-class Code(str, Enum):
+class Code(StrEnum):
     """Why a site was not rewritten. The strings are stable: scripts and docs rely on them."""
 
     COMPILE_NOT_REACHED = "COMPILE_NOT_REACHED"
@@ -36,9 +37,6 @@ class Code(str, Enum):
     DISABLED_BY_USER = "DISABLED_BY_USER"
     RANK_DISAGREES = "RANK_DISAGREES"
 
-    def __str__(self) -> str:
-        return self.value
-
 
 # What a user can do about it, one sentence a code; a guard may give a better one.
 HINTS: dict[Code, str] = {
@@ -51,7 +49,7 @@ HINTS: dict[Code, str] = {
     Code.DTYPE_MISMATCH: "cast the named tensor to the expected dtype in the model",
     Code.SHAPE_MISMATCH: "the kernels cover Kimi K3's published shapes only",
     Code.STRIDE_OR_ALIGN: "make the named tensor contiguous and 16-byte aligned",
-    Code.M_OUT_OF_RANGE: "the kernels serve 1 to 64 tokens a step; larger steps keep the stock graph",
+    Code.M_OUT_OF_RANGE: "the kernels serve 1 to 64 tokens a step; a larger one stays stock",
     Code.ARCH_UNSUPPORTED: "name a target (for example --target gb300:tp8)",
     Code.TP_UNSUPPORTED: "use tensor parallelism of 8 or 16",
     Code.GROUP_MISMATCH: "reduce over the group the target names",
@@ -103,8 +101,13 @@ class Reason:
         return f"{self.code.value}  {self.sentence}"
 
 
+def without_node(sentence: str, nodes: Sequence[str]) -> str:
+    """Return a sentence with its first node's name as "*", so that equal reasons group together."""
+    return re.sub(rf"(?<!\w){re.escape(nodes[0])}(?!\w)", "*", sentence) if nodes else sentence
+
+
 @dataclass
-class Refusal(Exception):
+class Refusal(Exception):  # noqa: N818 - a decision, not an error
     """Raised inside a recogniser or a pattern to leave with a reason; caught by the engine."""
 
     reason: Reason

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from k3fuse.rewriter.reasons import Code, Reason
+from k3fuse.rewriter.reasons import Code, Reason, without_node
 from k3fuse.rewriter.site import NearMiss, Site
 
 SCHEMA = "k3fuse.report/1"
@@ -83,7 +83,10 @@ class Report:
 
     def site_hash(self) -> str:
         """Digest of the accepted sites; equal on every rank that decided alike."""
-        lines = [f"{s.pattern}|{s.form}|{s.layer}|{s.kernel.name if s.kernel else ''}" for s in self.found]
+        lines = [
+            f"{s.pattern}|{s.form}|{s.layer}|{s.kernel.name if s.kernel else ''}"
+            for s in self.found
+        ]
         return hashlib.sha256("\n".join([self.target, *lines]).encode()).hexdigest()[:16]
 
     # --- JSON ---------------------------------------------------------------------------------
@@ -98,7 +101,12 @@ class Report:
             "m": self.m,
             "plan": self.plan,
             "patterns": {
-                name: {"expected": c.expected, "found": c.found, "near": c.near, "refused": c.refused}
+                name: {
+                    "expected": c.expected,
+                    "found": c.found,
+                    "near": c.near,
+                    "refused": c.refused,
+                }
                 for name, c in self.counts().items()
             },
             "sites": [*(site_json(s) for s in self.sites), *(near_json(n) for n in self.near)],
@@ -126,11 +134,14 @@ class Report:
             kernels = Counter(s.kernel.name for s in self.found if s.pattern == name and s.kernel)
             kernel = ", ".join(k for k, _ in kernels.most_common(2)) or "-"
             expect = "-" if count.expected is None else str(count.expected)
-            row = f"  {name:<22}{expect:>7}{count.found:>7}{count.near:>6}{count.refused:>9}  {kernel}"
-            lines.append(row[:110])
+            row = f"  {name:<22}{expect:>7}{count.found:>7}{count.near:>6}{count.refused:>9}"
+            lines.append(f"{row}  {kernel}"[:110])
         lines += self.reason_lines()[: min(explain, 10 - len(lines))]
         options = ", ".join(f"{k}={v}" for k, v in self.changed_options.items())
-        tail = f"k3fuse: {self.nodes_before} -> {self.nodes_after} nodes in {self.seconds:.2f} s, checked: {self.validated}"
+        tail = (
+            f"k3fuse: {self.nodes_before} -> {self.nodes_after} nodes in {self.seconds:.2f} s, "
+            f"checked: {self.validated}"
+        )
         lines.append(tail + (f", options: {options}" if options else ""))
         return "\n".join(lines)
 
@@ -146,12 +157,13 @@ class Report:
             grouped.setdefault(key, []).append(str(miss.layer))
         ordered = sorted(grouped.items(), key=lambda item: -len(item[1]))
         return [
-            f"    {len(layers)} x {code}  {pattern}: {text}"[:158] for (pattern, code, text), layers in ordered
+            f"    {len(layers)} x {code}  {pattern}: {text}"[:158]
+            for (pattern, code, text), layers in ordered
         ]
 
 
 def _without_names(reason: Reason) -> str:
-    return reason.sentence if not reason.nodes else reason.sentence.replace(reason.nodes[0], "*")
+    return without_node(reason.sentence, reason.nodes)
 
 
 def site_json(site: Site) -> dict[str, Any]:
@@ -194,7 +206,9 @@ def near_json(miss: NearMiss) -> dict[str, Any]:
 def not_reached(target: str, expected: Mapping[str, int]) -> Report:
     """Return the report of a backend that was asked for and never called."""
     report = Report("(no graph)", target, None, 0, tuple(expected), expected=expected)
-    report.notes.append(str(Reason(Code.COMPILE_NOT_REACHED, "no graph reached the k3fuse backend")))
+    report.notes.append(
+        str(Reason(Code.COMPILE_NOT_REACHED, "no graph reached the k3fuse backend"))
+    )
     return report
 
 

@@ -15,10 +15,12 @@ from k3fuse.rewriter.view import GraphView
 
 
 def insertion_index(site: Site, view: GraphView) -> int:
-    """Index of the last operand: the fused op goes right behind it (or behind the placeholders)."""
-    operands = [view.index[n] for n in site.operand_nodes()]
-    placeholders = [view.index[n] for n in view.by_op.get("placeholder", ())]
-    return max([*operands, *placeholders, -1])
+    """Index of the node the fused op goes right behind: the last operand, or what precedes the site.
+
+    Not higher up, so that a write before the whole site stays before the op.
+    """
+    before = view.index[site.nodes[0]] - 1
+    return max([*(view.index[n] for n in site.operand_nodes()), view.last_input, before])
 
 
 def check(site: Site, view: GraphView) -> list[Reason]:
@@ -76,37 +78,36 @@ def _escapes(site: Site, view: GraphView) -> list[Reason]:
 def _mutations(site: Site, view: GraphView) -> list[Reason]:
     if not view.mutations:
         return []
-    indices = [view.index[n] for n in site.nodes]
-    low = min(indices)
-    high = max(*indices, insertion_index(site, view))
-    read = {view.root(n) for n in site.operand_nodes()}
+    inner = set(site.nodes)
+    low = view.index[site.nodes[0]]
+    high = max(view.index[site.nodes[-1]], insertion_index(site, view))
+    outside = {i for n in site.nodes for i in n.all_input_nodes if i not in inner}
+    read = {view.root(n) for n in [*outside, *site.operand_nodes()]}
     made = {view.root(n) for n in site.nodes} - read
+    below = [u for o in site.outputs for u in o.users if u not in inner and view.index[u] <= high]
+    passed = [m for m in view.mutations if low <= m.index <= high and m.node not in inner]
+    if passed and any(view.index[u] <= insertion_index(site, view) for u in below):
+        # Such a reader moves behind the op, past the write.
+        names = (passed[0].node.name, below[0].name)
+        sentence = f"{names[0]} writes between the site and {names[1]}, which reads its output"
+        return [Reason(Code.MUTATION_BETWEEN, sentence, names, "no write inside the site", names[0])]
+    found = {
+        (m.index, root): m
+        for root in read | made
+        for m in view.mutations_of(root)
+        if m.node not in inner
+    }
     reasons = []
-    for mutation in view.mutations:
-        if mutation.node in site.nodes:
-            continue
-        if low <= mutation.index <= high and mutation.roots & read:
-            what = next(iter(mutation.roots & read)).name
-            reasons.append(
-                Reason(
-                    Code.MUTATION_BETWEEN,
-                    f"{mutation.node.name} writes {what} between nodes that read it",
-                    (mutation.node.name, what),
-                    expected="no write inside the site",
-                    actual=mutation.node.name,
-                )
-            )
-        elif mutation.roots & made:
-            what = next(iter(mutation.roots & made)).name
-            reasons.append(
-                Reason(
-                    Code.ALIAS_RISK,
-                    f"{mutation.node.name} writes into {what}, whose storage the site owns",
-                    (mutation.node.name, what),
-                    expected="no write into the site's values",
-                    actual=mutation.node.name,
-                )
-            )
+    for (index, root), mutation in sorted(found.items(), key=lambda item: item[0][0]):
+        names = (mutation.node.name, root.name)
+        if root in made:
+            sentence = f"{names[0]} writes into {names[1]}, whose storage the site owns"
+            expected = "no write into the site's values"
+            reasons.append(Reason(Code.ALIAS_RISK, sentence, names, expected, names[0]))
+        elif low <= index <= high:
+            sentence = f"{names[0]} writes {names[1]} between nodes that read it"
+            expected = "no write inside the site"
+            reasons.append(Reason(Code.MUTATION_BETWEEN, sentence, names, expected, names[0]))
     return reasons
 
 

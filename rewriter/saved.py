@@ -35,11 +35,15 @@ class SavedReport:
         """
         file = path / "summary.json" if path.is_dir() else path
         if not file.is_file():
-            raise SavedError(f"dump {str(path)!r} has no summary.json; name a folder written by --dump")
+            raise SavedError(
+                f"dump {str(path)!r} has no summary.json; name a folder written by --dump"
+            )
         try:
             document = json.loads(file.read_text())
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise SavedError(f"{file} is truncated or no JSON ({error}); write the dump again") from None
+            raise SavedError(
+                f"{file} is truncated or no JSON ({error}); write the dump again"
+            ) from None
         schema = document.get("schema") if isinstance(document, dict) else None
         if schema != SCHEMA:
             raise SavedError(
@@ -48,13 +52,14 @@ class SavedReport:
         return cls(document)
 
     def filtered(self, pattern: str | None, layer: int | None) -> SavedReport:
-        """Keep one pattern's or layer's sites; counts follow, expectations of a layer are dropped."""
+        """Keep one pattern's or layer's sites; counts follow, a layer has no expectation."""
         if pattern is None and layer is None:
             return self
         document = copy.deepcopy(self.document)
         document["sites"] = [
             s for s in self.sites
-            if (pattern is None or s["pattern"] == pattern) and (layer is None or s["layer"] == layer)
+            if (pattern is None or s["pattern"] == pattern)
+            and (layer is None or s["layer"] == layer)
         ]  # fmt: skip
         counts = document["patterns"]
         for name in list(counts):
@@ -91,7 +96,9 @@ def _expectation(path: Path, known: list[str]) -> dict[str, int]:
         raise SavedError(f'--expect {path} is no object of counts; write {{"router": 92}}')
     for name in wanted:
         if name not in known:
-            raise SavedError(f"--expect {path}: pattern {name!r} does not exist; use {', '.join(known)}")
+            raise SavedError(
+                f"--expect {path}: pattern {name!r} does not exist; use {', '.join(known)}"
+            )
     return wanted
 
 
@@ -99,14 +106,20 @@ def site_diffs(path: Path, saved: SavedReport) -> list[dict[str, Any]]:
     """Unified diff of each rewritten site of a dump folder. Raises SavedError for a bare report."""
     folder = path / "sites"
     if not folder.is_dir():
-        raise SavedError(f"{str(path)!r} is no dump folder, so it has no graph texts; inspect with --dump")
+        raise SavedError(
+            f"{str(path)!r} is no dump folder, so it has no graph texts; inspect with --dump"
+        )
     found = []
     for site in saved.sites:
         if site["outcome"] != "found":
             continue
         layer = f"L{site['layer']:03d}" if site["layer"] is not None else f"final_{site['anchor']}"
         stem = f"{layer}_{site['pattern']}"
-        texts = [(folder / f"{stem}.{part}.txt").read_text().splitlines() for part in ("before", "after")]
-        lines = difflib.unified_diff(*texts, f"{stem} before", f"{stem} after", lineterm="", n=40)
-        found.append({"layer": site["layer"], "pattern": site["pattern"], "diff": "\n".join(lines) + "\n"})
+        old, new = (
+            (folder / f"{stem}.{part}.txt").read_text().splitlines() for part in ("before", "after")
+        )
+        lines = difflib.unified_diff(old, new, f"{stem} before", f"{stem} after", lineterm="", n=40)
+        found.append(
+            {"layer": site["layer"], "pattern": site["pattern"], "diff": "\n".join(lines) + "\n"}
+        )
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -11,6 +11,7 @@ from torch import fx
 
 from k3fuse.rewriter.guards import GuardResult, Value
 from k3fuse.rewriter.reasons import Reason
+from k3fuse.rewriter.view import GraphView, op_of
 
 Outcome = Literal["found", "refused", "near"]
 
@@ -30,11 +31,22 @@ class Output:
     source: Source
 
 
+@dataclass(frozen=True)
+class Reshaped:
+    """An operand in another shape of the same elements; the editor inserts the view.
+
+    sizes: for a view op, -1 for one symbolic size.
+    """
+
+    node: fx.Node
+    sizes: tuple[int, ...]
+
+
 @dataclass
 class Replacement:
     """What takes a site's place: one op call.
 
-    args, kwargs: nodes, lists of nodes and literals, by the op's schema.
+    args, kwargs: nodes, Reshaped nodes, lists of those and literals, by the op's schema.
     outputs: every value read outside, and where it comes from.
     """
 
@@ -118,3 +130,28 @@ def flatten_nodes(values: Any) -> list[fx.Node]:
 def in_order(nodes: Sequence[fx.Node], index: Mapping[fx.Node, int]) -> tuple[fx.Node, ...]:
     """Unique nodes in graph order."""
     return tuple(sorted(set(nodes), key=index.__getitem__))
+
+
+_BETWEEN = frozenset({"aten.split", "aten.split_with_sizes", "aten.chunk", "getitem"})
+
+
+def absorb_views(view: GraphView, nodes: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
+    """Add the views that lie between covered nodes: read by nothing but covered nodes."""
+    covered = set(nodes)
+    verdicts: dict[fx.Node, bool] = {}
+
+    def inside(node: fx.Node) -> bool:
+        if node in covered:
+            return True
+        if node not in verdicts:
+            verdicts[node] = False
+            name = op_of(node)
+            is_view = name in _BETWEEN or view.canon(node).op in ("reshape", "slice", "permute")
+            if node.op == "call_function" and is_view and node.users:
+                verdicts[node] = all(inside(u) for u in node.users)
+        return verdicts[node]
+
+    for node in list(covered):
+        for user in node.users:
+            inside(user)
+    return in_order([*covered, *(n for n, ok in verdicts.items() if ok)], view.index)

@@ -78,12 +78,17 @@ def from_file(path: Path) -> SourceGraph:
     from k3fuse.rewriter.graph_file import load_graph
 
     if not path.is_file():
-        raise SourceError(f"graph file {str(path)!r} does not exist; name a file that save_graph wrote")
+        raise SourceError(
+            f"graph file {str(path)!r} does not exist; name a file that save_graph wrote"
+        )
     loaded = load_graph(path)
     layers = loaded.meta.get("layers") or [0]
     first = layers[0] if isinstance(layers, list) and layers and isinstance(layers[0], int) else 0
-    groups = loaded.meta.get("groups") or {}
-    return SourceGraph(loaded.module, path.stem, groups=dict(groups), first_layer=first)  # type: ignore[call-overload]
+    stored = loaded.meta.get("groups")
+    groups = (
+        {k: n for k, n in stored.items() if isinstance(n, int)} if isinstance(stored, dict) else {}
+    )
+    return SourceGraph(loaded.module, path.stem, groups=groups, first_layer=first)
 
 
 def from_factory(source: str, request: SourceRequest) -> list[SourceGraph]:
@@ -160,7 +165,9 @@ def _breaks() -> str:
     from torch._dynamo.utils import counters
 
     reasons = list(counters["graph_break"])
-    return reasons[0].splitlines()[0] if reasons else "an unknown place (see TORCH_LOGS=graph_breaks)"
+    return (
+        reasons[0].splitlines()[0] if reasons else "an unknown place (see TORCH_LOGS=graph_breaks)"
+    )
 
 
 @contextmanager

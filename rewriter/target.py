@@ -57,12 +57,18 @@ class Target:
         found = re.fullmatch(r"([a-z0-9]+):tp(\d+)", text)
         known = ", ".join(f"{a}:tp{t}" for a in ARCHITECTURES for t in TP_SIZES)
         if found is None:
-            raise TargetError(f"target {text!r} is not of the form ARCH:tpN; use one of {known}, reference")
+            raise TargetError(
+                f"target {text!r} is not of the form ARCH:tpN; use one of {known}, reference"
+            )
         arch, tp = found[1], int(found[2])
         if arch not in ARCHITECTURES:
-            raise TargetError(f"target {text!r}: architecture {arch!r} is unknown; use one of {known}, reference")
+            raise TargetError(
+                f"target {text!r}: architecture {arch!r} is unknown; use one of {known}, reference"
+            )
         if tp not in TP_SIZES:
-            raise TargetError(f"target {text!r}: tp{tp} is not covered; use one of {known}, reference")
+            raise TargetError(
+                f"target {text!r}: tp{tp} is not covered; use one of {known}, reference"
+            )
         return cls(arch, tp)
 
     @classmethod
@@ -82,8 +88,8 @@ class Target:
         world = world_size()
         if self.tp and world > 1 and world % self.tp:
             raise TargetError(
-                f"target {self.name!r} needs groups of {self.tp} ranks, the process group has {world}; "
-                f"start a multiple of {self.tp} ranks or name another target"
+                f"target {self.name!r} needs groups of {self.tp} ranks, the process group has "
+                f"{world}; start a multiple of {self.tp} ranks or name another target"
             )
 
 

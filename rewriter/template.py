@@ -69,11 +69,16 @@ class TemplateMatch:
     pairs: dict[fx.Node, fx.Node] = field(default_factory=dict)
     passed: dict[fx.Node, None] = field(default_factory=dict)
 
-    def copy(self) -> TemplateMatch:
-        """Shallow copy, for trying one operand order."""
-        return TemplateMatch(
-            dict(self.bindings), dict(self.numbers), dict(self.pairs), dict(self.passed)
-        )
+    def mark(self) -> tuple[int, ...]:
+        """How much has matched so far: dicts keep their order, so sizes are enough to go back."""
+        return (len(self.bindings), len(self.numbers), len(self.pairs), len(self.passed))
+
+    def back_to(self, mark: tuple[int, ...]) -> None:
+        """Forget what was added since `mark`."""
+        tables: tuple[dict[Any, Any], ...] = (self.bindings, self.numbers, self.pairs, self.passed)
+        for table, size in zip(tables, mark, strict=True):
+            while len(table) > size:
+                table.popitem()
 
     def nodes(self, view: GraphView) -> tuple[fx.Node, ...]:
         """Graph nodes covered, reshapes between them included, in graph order."""
@@ -94,7 +99,7 @@ class _Tracing:
     """Traced forms, cached by function, shapes, dtypes, static values and level."""
 
     def __init__(self) -> None:
-        self.cache: dict[Any, tuple[fx.Graph, fx.Node]] = {}
+        self.cache: dict[Any, tuple[GraphView, fx.Node]] = {}
 
 
 _TRACES = _Tracing()
@@ -108,7 +113,9 @@ def _concrete(shape: Shape, tokens: sympy.Basic | None) -> list[int]:
         elif tokens is not None:
             ratio = sympy.simplify(size / tokens)
             if not ratio.is_Integer:
-                raise ValueError(f"shape {shape}: {size} is no multiple of the token count {tokens}")
+                raise ValueError(
+                    f"shape {shape}: {size} is no multiple of the token count {tokens}"
+                )
             sizes.append(int(ratio) * _PRIME)
         else:
             raise ValueError(f"shape {shape} has a symbol and no token count was given")
@@ -149,7 +156,7 @@ def trace(
     tokens: sympy.Basic | None,
     static: Mapping[str, Any],
     level: str,
-) -> tuple[fx.Graph, fx.Node]:
+) -> tuple[GraphView, fx.Node]:
     """Trace the reference function for these operands; level "aot" or "inductor"."""
     specs = tuple(_spec(operands[name], tokens) for name in template.arguments)
     key = (template.name, template.fn, specs, tuple(sorted(static.items())), level)
@@ -180,8 +187,8 @@ def trace(
         placeholder.meta["argument"] = name
     output = next(n for n in graph.nodes if n.op == "output")
     graph.eliminate_dead_code()
-    _TRACES.cache[key] = (graph, output)
-    return graph, output
+    found = _TRACES.cache[key] = (GraphView(graph), output)
+    return found
 
 
 def levels_of(view: GraphView) -> tuple[str, ...]:
@@ -195,28 +202,37 @@ class Matcher:
     """Matches one traced template against a graph, from an output node backwards."""
 
     def __init__(
-        self, view: GraphView, pattern: fx.Graph, template: Template, tokens: sympy.Basic | None
+        self, view: GraphView, pattern: GraphView, template: Template, tokens: sympy.Basic | None
     ) -> None:
         self.view = view
-        self.pattern = GraphView(pattern)
+        self.pattern = pattern
         self.tokens = tokens
         self.captures = {c.sentinel: c.name for c in template.captures}
         self.worst: Mismatch | None = None
 
     # --- bookkeeping --------------------------------------------------------------------------
 
-    def _fail(self, state: TemplateMatch, code: Code, what: str, node: Any, expected: Any, actual: Any) -> None:
-        name = node.name if isinstance(node, fx.Node) else str(node)
+    def _fail(
+        self, state: TemplateMatch, code: Code, what: str, node: Any, expected: Any, actual: Any
+    ) -> None:
         depth = len(state.pairs)
-        if self.worst is None or depth >= self.worst.depth:
+        if self.worst is not None and depth < self.worst.depth:
+            return
+        name = node.name if isinstance(node, fx.Node) else str(node)
+        # The other order of a sum fails as deep, on what is another value; an attribute says more.
+        telling = (Code.ATTR_MISMATCH, Code.DTYPE_MISMATCH)
+        told = self.worst is not None and self.worst.reason.code in telling and code not in telling
+        if self.worst is None or depth >= self.worst.depth + told:
             self.worst = Mismatch(
                 depth, Reason(code, f"{name}: {what}", (name,), str(expected), str(actual))
             )
 
     def _expected_shape(self, node: fx.Node) -> Shape:
+        if self.tokens is None:
+            return shape_of(node)
         sizes: list[Any] = []
         for size in shape_of(node):
-            if self.tokens is not None and isinstance(size, int) and size and size % _PRIME == 0:
+            if isinstance(size, int) and size and size % _PRIME == 0:
                 sizes.append(self.tokens * (size // _PRIME))
             else:
                 sizes.append(size)
@@ -224,18 +240,38 @@ class Matcher:
 
     def _same_shape(self, pattern_node: fx.Node, node: fx.Node) -> bool:
         expected, actual = self._expected_shape(pattern_node), shape_of(node)
+        if expected == actual:
+            return True
         return _without_leading_ones(expected) == _without_leading_ones(actual)
 
     # --- matching -----------------------------------------------------------------------------
 
     def match(self, pattern_node: Any, node: Any, state: TemplateMatch) -> TemplateMatch | None:
-        """Match one operand of the pattern against one of the graph; None and `worst` on failure."""
+        """Match an operand of the pattern against one of the graph; None and `worst` on failure."""
         if isinstance(pattern_node, (tuple, list)):
             return self._match_list(pattern_node, node, state)
         if not isinstance(pattern_node, fx.Node):
             return self._match_number(pattern_node, node, state)
         if not isinstance(node, fx.Node):
-            self._fail(state, Code.OP_MISMATCH, "a number where a tensor is expected", node, pattern_node, node)
+            self._fail(
+                state,
+                Code.OP_MISMATCH,
+                "a number where a tensor is expected",
+                node,
+                pattern_node,
+                node,
+            )
+            return None
+        # Broadcasting goes by the shape at the place of use, not by that of the value behind it.
+        if rank_of(pattern_node) and not self._same_shape(pattern_node, node):
+            self._fail(
+                state,
+                Code.SHAPE_MISMATCH,
+                "is used in another shape",
+                node,
+                self._expected_shape(pattern_node),
+                shape_of(node),
+            )
             return None
         source, target = self.pattern.strip(pattern_node), self.view.strip(node)
         if source.op == "placeholder":
@@ -256,14 +292,31 @@ class Matcher:
         return self._match_inputs(want, have, state)
 
     def _same_head(
-        self, want: Canonical, have: Canonical, source: fx.Node, target: fx.Node, state: TemplateMatch
+        self,
+        want: Canonical,
+        have: Canonical,
+        source: fx.Node,
+        target: fx.Node,
+        state: TemplateMatch,
     ) -> bool:
         if want.op != have.op or len(want.inputs) != len(have.inputs):
-            self._fail(state, Code.OP_MISMATCH, f"is {have.op}, expected {want.op}", target, want.op, have.op)
+            self._fail(
+                state,
+                Code.OP_MISMATCH,
+                f"is {have.op}, expected {want.op}",
+                target,
+                want.op,
+                have.op,
+            )
             return False
         if dtype_of(source) != dtype_of(target):
             self._fail(
-                state, Code.DTYPE_MISMATCH, "has another dtype", target, dtype_of(source), dtype_of(target)
+                state,
+                Code.DTYPE_MISMATCH,
+                "has another dtype",
+                target,
+                dtype_of(source),
+                dtype_of(target),
             )
             return False
         if rank_of(source) and not self._same_shape(source, target):
@@ -274,6 +327,9 @@ class Matcher:
             return False
         if want.op == "aten.expand":
             return True  # its sizes are its shape
+        if [k for k, _ in want.attrs] != [k for k, _ in have.attrs]:
+            self._fail(state, Code.ATTR_MISMATCH, "has other attributes", target, want, have)
+            return False
         for (key, expected), (_, actual) in zip(want.attrs, have.attrs, strict=False):
             if not self._same_attr(expected, actual, state):
                 self._fail(state, Code.ATTR_MISMATCH, f"'{key}' differs", target, expected, actual)
@@ -281,13 +337,22 @@ class Matcher:
         return True
 
     def _same_attr(self, expected: Any, actual: Any, state: TemplateMatch) -> bool:
-        if isinstance(expected, float) and expected in self.captures and isinstance(actual, (int, float)):
+        if (
+            isinstance(expected, float)
+            and expected in self.captures
+            and isinstance(actual, (int, float))
+        ):
             return self._capture(self.captures[expected], float(actual), state)
         if isinstance(expected, tuple) and isinstance(actual, tuple):
             return len(expected) == len(actual) and all(
                 self._same_attr(e, a, state) for e, a in zip(expected, actual, strict=True)
             )
-        if isinstance(expected, int) and self.tokens is not None and expected and expected % _PRIME == 0:
+        if (
+            isinstance(expected, int)
+            and self.tokens is not None
+            and expected
+            and expected % _PRIME == 0
+        ):
             return bool(sympy.sympify(actual) == self.tokens * (expected // _PRIME))
         return bool(expected == actual)
 
@@ -298,8 +363,11 @@ class Matcher:
         self, want: Canonical, have: Canonical, state: TemplateMatch
     ) -> TemplateMatch | None:
         if want.op in COMMUTATIVE and len(want.inputs) == 2:
-            first = self._match_all(want.inputs, have.inputs, state.copy())
-            return first or self._match_all(want.inputs, tuple(reversed(have.inputs)), state.copy())
+            mark = state.mark()
+            if self._match_all(want.inputs, have.inputs, state) is not None:
+                return state
+            state.back_to(mark)
+            return self._match_all(want.inputs, (have.inputs[1], have.inputs[0]), state)
         return self._match_all(want.inputs, have.inputs, state)
 
     def _match_all(
@@ -319,7 +387,9 @@ class Matcher:
             return None
         return self._match_all(tuple(expected), tuple(actual), state)
 
-    def _match_number(self, expected: Any, actual: Any, state: TemplateMatch) -> TemplateMatch | None:
+    def _match_number(
+        self, expected: Any, actual: Any, state: TemplateMatch
+    ) -> TemplateMatch | None:
         if isinstance(actual, (int, float)) and not isinstance(actual, bool):
             if isinstance(expected, float) and expected in self.captures:
                 if self._capture(self.captures[expected], float(actual), state):
@@ -337,17 +407,36 @@ class Matcher:
         if bound is not None:
             if self.view.strip(bound) is target:
                 return state
-            self._fail(state, Code.OP_MISMATCH, f"'{name}' is not the one used before", node, bound.name, target.name)
+            self._fail(
+                state,
+                Code.OP_MISMATCH,
+                f"'{name}' is not the one used before",
+                node,
+                bound.name,
+                target.name,
+            )
             return None
         if dtype_of(source) != dtype_of(target):
             self._fail(
-                state, Code.DTYPE_MISMATCH, f"'{name}' has another dtype", node, dtype_of(source), dtype_of(target)
+                state,
+                Code.DTYPE_MISMATCH,
+                f"'{name}' has another dtype",
+                node,
+                dtype_of(source),
+                dtype_of(target),
             )
             return None
         shape = self._expected_shape(source)
         shaped = self.view.with_shape(target, shape)
         if shaped is None and _numel(shape) != _numel(shape_of(target)):
-            self._fail(state, Code.SHAPE_MISMATCH, f"'{name}' has another shape", node, shape, shape_of(target))
+            self._fail(
+                state,
+                Code.SHAPE_MISMATCH,
+                f"'{name}' has another shape",
+                node,
+                shape,
+                shape_of(target),
+            )
             return None
         state.bindings[name] = shaped if shaped is not None else node
         return state
@@ -378,14 +467,17 @@ def match_template(
     """Match `template`, traced for these operands, with `node` as its first output.
 
     operands: argument name -> a node (or list of nodes) whose shape and dtype the trace uses; they
-    need not be the bound ones, and may be `Like`. prebound: arguments that must be these very values.
+    need not be the bound ones, and may be `Like`. prebound: arguments that must be these very
+    values.
     """
     worst: Mismatch | None = None
     for level in levels_of(view):
         try:
             graph, output = trace(template, operands, tokens, static or {}, level)
         except (ValueError, RuntimeError) as error:
-            reason = Reason(Code.SHAPE_MISMATCH, f"{template.name} has no form at this shape: {error}")
+            reason = Reason(
+                Code.SHAPE_MISMATCH, f"{template.name} has no form at this shape: {error}"
+            )
             return Mismatch(0, reason)
         matcher = Matcher(view, graph, template, tokens)
         state = TemplateMatch(bindings=dict(prebound or {}))
@@ -396,4 +488,6 @@ def match_template(
             return found
         if matcher.worst is not None and (worst is None or matcher.worst.depth > worst.depth):
             worst = matcher.worst
-    return worst or Mismatch(0, Reason(Code.OP_MISMATCH, f"{node.name} does not end {template.name}"))
+    return worst or Mismatch(
+        0, Reason(Code.OP_MISMATCH, f"{node.name} does not end {template.name}")
+    )

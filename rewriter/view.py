@@ -25,7 +25,9 @@ from k3fuse.rewriter.reasons import Refusal
 T = TypeVar("T")
 
 _ALIASING = frozenset({"reshape", "permute", "slice"})
-_VIEW_OPS = frozenset({"aten.select", "aten.expand", "aten.as_strided", "aten.slice", "aten.diagonal"})
+_VIEW_OPS = frozenset(
+    {"aten.select", "aten.expand", "aten.as_strided", "aten.slice", "aten.diagonal"}
+)
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,14 @@ class GraphView:
             self.by_op.setdefault(op_of(node), []).append(node)
         self.shape_env: ShapeEnv | None = self._find_shape_env()
         self.mutations: list[Mutation] = [m for n in self.nodes if (m := self._mutation(n))]
+        self._mutations_of: dict[fx.Node, list[Mutation]] = {}
+        for mutation in self.mutations:
+            for root in mutation.roots:
+                self._mutations_of.setdefault(root, []).append(mutation)
+        inputs = [*self.by_op.get("placeholder", ()), *self.by_op.get("get_attr", ())]
+        # Index of the last input; every op stands behind it.
+        self.last_input: int = max((self.index[n] for n in inputs), default=-1)
+        self._anchors: dict[type, list[fx.Node]] = {}
 
     def _find_shape_env(self) -> ShapeEnv | None:
         for node in self.nodes:
@@ -124,7 +134,11 @@ class GraphView:
         """Return all reshapes of a value, in graph order (the value itself first)."""
         found = [node]
         for current in found:
-            found += [u for u in current.users if u.op == "call_function" and self.canon(u).op == "reshape"]
+            found += [
+                u
+                for u in current.users
+                if u.op == "call_function" and self.canon(u).op == "reshape"
+            ]
         return sorted(set(found), key=self.index.__getitem__)
 
     def with_shape(self, node: fx.Node, shape: tuple[Any, ...]) -> fx.Node | None:
@@ -164,8 +178,12 @@ class GraphView:
 
     def each(self, concept: type[T]) -> Iterator[T]:
         """Yield every instance of a concept in graph order; `concept.anchors` lists op names."""
-        anchors = [n for op in concept.anchors for n in self.by_op.get(op, ())]  # type: ignore[attr-defined]
-        for node in sorted(anchors, key=self.index.__getitem__):
+        anchors = self._anchors.get(concept)
+        if anchors is None:
+            names: tuple[str, ...] = concept.anchors  # type: ignore[attr-defined]
+            anchors = [n for op in names for n in self.by_op.get(op, ())]
+            self._anchors[concept] = anchors = sorted(anchors, key=self.index.__getitem__)
+        for node in anchors:
             found = self.find(concept, node)
             if found is not None:
                 yield found
@@ -194,6 +212,10 @@ class GraphView:
             node = spelled.inputs[0]
         return node
 
+    def mutations_of(self, root: fx.Node) -> list[Mutation]:
+        """Writes into the storage that a node owns, in graph order."""
+        return self._mutations_of.get(root, [])
+
     def _mutation(self, node: fx.Node) -> Mutation | None:
         target = overload(node) if node.op == "call_function" else None
         if target is None or not target._schema.is_mutable:
@@ -209,4 +231,13 @@ class GraphView:
         return Mutation(node, self.index[node], frozenset(written))
 
 
-__all__ = ["Canonical", "GraphView", "Mutation", "bound_args", "dtype_of", "op_of", "shape_of", "value_of"]
+__all__ = [
+    "Canonical",
+    "GraphView",
+    "Mutation",
+    "bound_args",
+    "dtype_of",
+    "op_of",
+    "shape_of",
+    "value_of",
+]

@@ -31,7 +31,7 @@ _UNIT_ROUNDOFF = {
 
 
 def tolerance(dtype: torch.dtype, k: int, roundings: int = 1) -> Tolerance:
-    """Tolerance of a K-long FP32-accumulated reduction stored in `dtype` after `roundings` steps."""
+    """Tolerance of a K-long reduction in FP32, stored in `dtype` after `roundings` steps."""
     u = _UNIT_ROUNDOFF[dtype]
     accumulate = _UNIT_ROUNDOFF[torch.float32] * math.sqrt(max(k, 1))
     return Tolerance(rtol=2 * u * roundings, atol=2 * u * roundings / 4 + accumulate)

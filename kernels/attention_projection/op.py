@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from k3fuse.kernels.attention_projection import reference
 from k3fuse.kernels.attention_projection.policy import TABLE
 from k3fuse.kernels.common import check, dispatch
 from k3fuse.kernels.common.dispatch import Spec
 from k3fuse.kernels.common.library import register
-from torch import Tensor
 
 NAME = "attention_projection"
 SCHEMA = (

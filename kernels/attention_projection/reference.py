@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from k3fuse.kernels.common.numerics import linear
 from torch import Tensor
+
+from k3fuse.kernels.common.numerics import linear
 
 
 def attention_projection(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:

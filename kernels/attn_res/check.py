@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from k3fuse.kernels.common import check
 from torch import Tensor
+
+from k3fuse.kernels.common import check
 
 
 def residual_sources(

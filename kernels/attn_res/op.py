@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from k3fuse.kernels.attn_res import reference
 from k3fuse.kernels.attn_res.check import residual_sources, score_and_norm
 from k3fuse.kernels.attn_res.policy import TABLE
 from k3fuse.kernels.common import check, dispatch
 from k3fuse.kernels.common.dispatch import Spec
 from k3fuse.kernels.common.library import register
-from torch import Tensor
 
 NAME = "attn_res"
 SCHEMA = (

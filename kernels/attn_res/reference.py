@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from k3fuse.kernels.common.numerics import rms_norm
 from torch import Tensor
+
+from k3fuse.kernels.common.numerics import rms_norm
 
 
 def sources(blocks: Sequence[Tensor], num_blocks: int, prefix: Tensor) -> Tensor:

@@ -24,6 +24,8 @@ from functools import lru_cache
 
 import sympy
 import torch
+from torch import Tensor, fx
+
 from k3fuse.kernels.common.encoding import (
     EncodingError,
     Json,
@@ -38,7 +40,6 @@ from k3fuse.kernels.common.program import (
     Symbol,
     parse_program,
 )
-from torch import Tensor, fx
 
 __all__ = ["VERSION", "Composition", "CompositionError"]
 
@@ -65,7 +66,9 @@ class Composition:
         Everything that the nodes read must be one of them, one of `inputs`, or a node that holds a
         size. Raises CompositionError naming the node otherwise.
         """
-        return cls(_Writer(inputs).document(nodes, outputs))
+        document = _Writer(inputs).document(nodes, outputs)
+        # Through the cache: a 93-layer graph has a handful of distinct texts.
+        return _from_text(json.dumps(document, separators=(",", ":"), allow_nan=False))
 
     @classmethod
     def from_text(cls, text: str) -> Composition:
@@ -172,6 +175,8 @@ class _Writer:
             if size is not None:
                 return int(size) if size.lstrip("-").isdigit() else {"sym": size}
             where = "comes later in the list" if arg in members else "is no input and no node of it"
+            if isinstance(_value(arg), torch.SymInt):
+                where = f"holds size {_expr(_value(arg))}: no dimension of an input gives it"
             raise CompositionError(f"node {node.name} reads {arg.name}, which {where}")
 
         try:

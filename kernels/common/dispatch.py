@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from k3fuse.kernels.common.composition import Composition, CompositionError
 from k3fuse.kernels.common.policy import MAX_M, REFERENCE, Table
-from torch import Tensor
 
 
 @dataclass(frozen=True)

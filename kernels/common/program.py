@@ -8,6 +8,8 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from k3fuse.kernels.common.encoding import (
     EncodingError,
     Json,
@@ -16,7 +18,6 @@ from k3fuse.kernels.common.encoding import (
     target_from_name,
 )
 from k3fuse.kernels.common.expressions import Evaluator, ExpressionError, compile_expression
-from torch import Tensor
 
 INPUT_DEVICE = "input"
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from k3fuse.kernels.common import check, dispatch
 from k3fuse.kernels.common.dispatch import Spec
 from k3fuse.kernels.common.library import register
@@ -13,7 +15,6 @@ from k3fuse.kernels.common.microscaling import BLOCK
 from k3fuse.kernels.common.numerics import ACTIVATIONS
 from k3fuse.kernels.experts import reference
 from k3fuse.kernels.experts.policy import TABLE
-from torch import Tensor
 
 NAME = "experts"
 SCHEMA = (

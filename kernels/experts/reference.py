@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
 from k3fuse.kernels.common.collective import all_reduce
 from k3fuse.kernels.common.microscaling import dequantize_mxfp4, round_mxfp8
 from k3fuse.kernels.common.numerics import activate, linear, rms_norm
-from torch import Tensor
 
 # round_before_weight: the normalised latent is rounded, then multiplied by the norm's weight.
 # hidden_floor: the MXFP8 scale of the activated hidden row takes the floor rule, as vLLM's TP8

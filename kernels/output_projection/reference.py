@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from k3fuse.kernels.attn_res.reference import attn_res
 from k3fuse.kernels.common.collective import all_reduce
 from k3fuse.kernels.common.numerics import linear, rms_norm
-from torch import Tensor
 
 # round_sum: the norm reads the sum rounded to the dtype, not the FP32 sum.
 # round_before_weight: the normalised row is rounded, then multiplied by the weight.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from k3fuse.kernels.common import check, dispatch
 from k3fuse.kernels.common.dispatch import Spec
 from k3fuse.kernels.common.library import register
 from k3fuse.kernels.router import reference
 from k3fuse.kernels.router.policy import TABLE
-from torch import Tensor
 
 FRONT = "router_front"
 FRONT_SCHEMA = (

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from k3fuse.kernels.common.numerics import linear, linear_fp32
 from torch import Tensor
+
+from k3fuse.kernels.common.numerics import linear, linear_fp32
 
 SCORINGS = ("sigmoid", "softmax")
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from k3fuse.kernels.common import check, dispatch
 from k3fuse.kernels.common.dispatch import Spec
 from k3fuse.kernels.common.library import register
 from k3fuse.kernels.tail import reference
 from k3fuse.kernels.tail.policy import TABLE
-from torch import Tensor
 
 NAME = "tail"
 SCHEMA = (

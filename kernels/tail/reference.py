@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from k3fuse.kernels.common.collective import all_reduce
 from k3fuse.kernels.common.numerics import linear, rms_norm
-from torch import Tensor
 
 
 def latent_up(

@@ -3,7 +3,13 @@
 from k3fuse.patterns.models.config import KimiK3Config
 from k3fuse.patterns.models.kimi_k3 import KimiK3, greedy_decode
 from k3fuse.patterns.models.parallel import init_weights
-from k3fuse.patterns.models.state import DecodeState, KdaState, MlaState, new_state
+from k3fuse.patterns.models.state import (
+    DecodeState,
+    KdaState,
+    MlaState,
+    mark_dynamic_rows,
+    new_state,
+)
 
 __all__ = [
     "DecodeState",
@@ -13,5 +19,6 @@ __all__ = [
     "MlaState",
     "greedy_decode",
     "init_weights",
+    "mark_dynamic_rows",
     "new_state",
 ]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from k3fuse.patterns.models.parallel import ShardedModule, TensorParallel, Vector, rms_norm
 from torch import Tensor
+
+from k3fuse.patterns.models.parallel import ShardedModule, TensorParallel, Vector, rms_norm
 
 AttnResForm = Literal["list", "bank"]
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
 from k3fuse.patterns.models.config import KimiK3Config
 from k3fuse.patterns.models.parallel import (
     Linear,
@@ -13,8 +16,6 @@ from k3fuse.patterns.models.parallel import (
     dense,
 )
 from k3fuse.patterns.models.state import KdaState
-from torch import Tensor, nn
-from torch.nn import functional as F
 
 
 def l2_norm(x: Tensor, eps: float) -> Tensor:

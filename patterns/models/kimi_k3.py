@@ -10,6 +10,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
 from k3fuse.patterns.models.attn_res import AttnRes, AttnResForm, Blocks
 from k3fuse.patterns.models.config import KimiK3Config
 from k3fuse.patterns.models.kda import KimiDeltaAttention
@@ -24,8 +27,6 @@ from k3fuse.patterns.models.parallel import (
     dense,
 )
 from k3fuse.patterns.models.state import DecodeState, KdaState, MlaState, new_state
-from torch import Tensor, nn
-from torch.nn import functional as F
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

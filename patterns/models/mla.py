@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from k3fuse.patterns.models.config import KimiK3Config
 from k3fuse.patterns.models.parallel import (
     Linear,
@@ -14,7 +16,6 @@ from k3fuse.patterns.models.parallel import (
     rms_norm,
 )
 from k3fuse.patterns.models.state import MlaState
-from torch import Tensor
 
 
 def latent_attention(

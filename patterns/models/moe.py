@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+from torch import Tensor
+
 from k3fuse.patterns.models.config import MX_GROUP, KimiK3Config
-from k3fuse.patterns.models.mx import E2M1_VALUES, mxfp4_dequantise, mxfp8_round
+from k3fuse.patterns.models.mx import mxfp4_dequantise, mxfp8_round
 from k3fuse.patterns.models.parallel import (
     Linear,
     Piece,
@@ -17,7 +19,6 @@ from k3fuse.patterns.models.parallel import (
     rms_norm,
     situ,
 )
-from torch import Tensor
 
 Selection = Literal["topk", "sort"]
 
@@ -82,8 +83,6 @@ class GatedMlp(ShardedModule):
 class MxExperts(ShardedModule):
     """Every expert's MXFP4 weights, split over ranks by intermediate width."""
 
-    e2m1: Tensor
-
     def __init__(self, config: KimiK3Config, tp: TensorParallel, key: str) -> None:
         super().__init__(tp)
         self.config = config
@@ -110,13 +109,12 @@ class MxExperts(ShardedModule):
         )
         self.w2 = self.declare("w2", [w2], torch.uint8)
         self.w2_scale = self.declare("w2_scale", [w2_scale], torch.uint8)
-        self.register_buffer("e2m1", torch.tensor(E2M1_VALUES), persistent=False)
 
     def forward(self, latent: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """BF16 latent [M, L] and weights [M, k], int64 ids [M, k] to the BF16 partial [M, L]."""
         tokens, slots = ids.shape
-        w13 = mxfp4_dequantise(self.w13[ids], self.w13_scale[ids], self.e2m1)
-        w2 = mxfp4_dequantise(self.w2[ids], self.w2_scale[ids], self.e2m1)
+        w13 = mxfp4_dequantise(self.w13[ids], self.w13_scale[ids])
+        w2 = mxfp4_dequantise(self.w2[ids], self.w2_scale[ids])
         x = mxfp8_round(latent).unsqueeze(-1)
         both = torch.bmm(w13.flatten(1, 2), x).view(tokens, slots, 2 * self.width)
         gate, up = both[:, :, : self.width], both[:, :, self.width :]

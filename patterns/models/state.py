@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from k3fuse.patterns.models.config import KimiK3Config
 from torch import Tensor
+
+from k3fuse.patterns.models.config import KimiK3Config
 
 
 class KdaState(NamedTuple):
@@ -62,3 +63,14 @@ def new_state(
             shape = (m, max_len, config.latent_row)
             layers.append(MlaState(torch.zeros(shape, dtype=torch.bfloat16, device=device)))
     return DecodeState(layers, torch.zeros(m, dtype=torch.int64, device=device))
+
+
+def mark_dynamic_rows(rows: Tensor, state: DecodeState) -> None:
+    """Mark the request dimension of a step's inputs as dynamic, so that one graph serves every M.
+
+    Narrower than torch.compile(dynamic=True), which also turns the model's float constants
+    (norm epsilon, SiTU betas) into run-time inputs of the graph.
+    """
+    tensors = [rows, state.positions, *(tensor for layer in state.layers for tensor in layer)]
+    for tensor in tensors:
+        torch._dynamo.mark_dynamic(tensor, 0)

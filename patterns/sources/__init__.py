@@ -1,1 +1,1 @@
-
+"""Built-in graph sources of the command line."""

@@ -12,7 +12,14 @@ from torch.utils import _pytree as pytree
 
 from k3fuse.patterns.models.config import KimiK3Config
 from k3fuse.patterns.models.kimi_k3 import KimiK3
-from k3fuse.rewriter.sources import Progress, SourceError, SourceGraph, SourceRequest, capture, fake_group
+from k3fuse.rewriter.sources import (
+    Progress,
+    SourceError,
+    SourceGraph,
+    SourceRequest,
+    capture,
+    fake_group,
+)
 
 # Rows of the latent cache in the traced step; a graph does not depend on it otherwise.
 CONTEXT = 8192
@@ -34,7 +41,7 @@ def build(request: SourceRequest) -> list[SourceGraph]:
         raise SourceError(f"layers={layers} is out of range; use 1 to {config.num_hidden_layers}")
     tp = request.target.tp or 8
     with fake_group(tp) as group:
-        # A symbolic count needs Dynamo; another prime than any size keeps it from being tied to one.
+        # A symbolic count needs Dynamo; a prime unlike any size keeps it from being tied to one.
         m = request.m if request.m is not None else 5
         with FakeTensorMode(), torch.no_grad():
             model = KimiK3(

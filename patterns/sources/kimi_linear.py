@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from k3fuse.rewriter.sources import SourceError, SourceGraph, SourceRequest, capture
+
 EXPERTS = ("batched_mm", "grouped_mm")
 _PROMPT = 4
 _CACHE_LENGTH = 32
@@ -115,6 +117,22 @@ def module(
     with torch.no_grad():
         ids = step(prompt)[:, -1:].argmax(-1)
     return step, (ids,), {}
+
+
+def build(request: SourceRequest) -> list[SourceGraph]:
+    """The built-in source `kimi-linear`: one decode step as one graph.
+
+    form: the experts implementation, "batched_mm" (default) or "grouped_mm". A symbolic M is traced
+    as one token. Raises SourceError where the form is unknown or transformers is missing.
+    """
+    form = request.form or EXPERTS[0]
+    layers = request.layers or 4
+    try:
+        step, args, kwargs = module(request.m or 1, layers, experts_implementation=form)
+    except (ValueError, ImportError) as error:
+        raise SourceError(f"source kimi-linear: {error}") from error
+    request.progress("trace")
+    return capture(step, args, kwargs, name=f"kimi-linear {layers} layers {form}", fullgraph=True)
 
 
 def _transformers(name: str) -> Any:

@@ -14,21 +14,27 @@ from k3fuse.rewriter.template import Captured, Template, TemplateMatch, match_te
 from k3fuse.rewriter.view import GraphView, dtype_of, op_of, shape_of
 
 
-def situ_wide(gate: torch.Tensor, up: torch.Tensor, *, beta: float, linear_beta: float) -> torch.Tensor:
+def situ_wide(
+    gate: torch.Tensor, up: torch.Tensor, *, beta: float, linear_beta: float
+) -> torch.Tensor:
     """beta tanh(g / beta) sigmoid(g) * lambda tanh(u / lambda) in FP32, one rounding."""
     g, u = gate.float(), up.float()
     gated = beta * torch.tanh(g / beta) * torch.sigmoid(g)
     return (gated * (linear_beta * torch.tanh(u / linear_beta))).to(gate.dtype)
 
 
-def situ_left(gate: torch.Tensor, up: torch.Tensor, *, beta: float, linear_beta: float) -> torch.Tensor:
+def situ_left(
+    gate: torch.Tensor, up: torch.Tensor, *, beta: float, linear_beta: float
+) -> torch.Tensor:
     """The same product written left to right."""
     g, u = gate.float(), up.float()
     out = beta * torch.tanh(g / beta) * torch.sigmoid(g) * linear_beta * torch.tanh(u / linear_beta)
     return out.to(gate.dtype)
 
 
-def situ_wide_kept(gate: torch.Tensor, up: torch.Tensor, *, beta: float, linear_beta: float) -> torch.Tensor:
+def situ_wide_kept(
+    gate: torch.Tensor, up: torch.Tensor, *, beta: float, linear_beta: float
+) -> torch.Tensor:
     """SiTU of FP32 operands, result kept in FP32."""
     gated = beta * torch.tanh(gate / beta) * torch.sigmoid(gate)
     return gated * (linear_beta * torch.tanh(up / linear_beta))
@@ -83,21 +89,30 @@ class GatedActivation:
         product = view.strip(spelled.inputs[0]) if rounded else node
         if not isinstance(product, fx.Node) or view.canon(product).op != "aten.mul":
             return None
-        tanh = _has_operation(view, product, "aten.tanh", 6)
-        if not tanh and rounded:
-            return None  # SiLU pairs end in a product in the operands' dtype
-        return _decomposed(view, node, SITU_FORMS if tanh else SILU_FORMS)
+        if _has_operation(view, product, _TANH, 6):
+            return _decomposed(view, node, SITU_FORMS)
+        # SiLU pairs end in a product in the operands' dtype; silu itself may be decomposed.
+        if rounded or not _has_operation(view, product, _SILU, 5):
+            return None
+        return _decomposed(view, node, SILU_FORMS)
 
 
-def _has_operation(view: GraphView, node: Any, op: str, depth: int) -> bool:
+_TANH = frozenset({"aten.tanh"})
+_SILU = frozenset({"aten.silu", "aten.sigmoid", "aten.exp"})
+_ON_THE_WAY = frozenset({"aten.mul", "aten.div", "aten.add", "aten.neg", "aten.sigmoid", "cast"})
+
+
+def _has_operation(view: GraphView, node: Any, ops: frozenset[str], depth: int) -> bool:
+    """Whether one of `ops` is at most `depth` elementwise steps above: a cheap first test."""
+    node = view.strip(node)
     if not isinstance(node, fx.Node) or depth == 0:
         return False
     spelled = view.canon(node)
-    if spelled.op == op:
+    if spelled.op in ops:
         return True
-    if spelled.op not in ("aten.mul", "aten.div", "reshape", "aten.sigmoid"):
+    if spelled.op not in _ON_THE_WAY:
         return False
-    return any(_has_operation(view, i, op, depth - 1) for i in spelled.inputs)
+    return any(_has_operation(view, i, ops, depth - 1) for i in spelled.inputs)
 
 
 def _decomposed(

@@ -7,14 +7,14 @@ from typing import ClassVar
 
 from torch import fx
 
-from k3fuse.rewriter.recognise.functionalized import FunctionalizedCall
 from k3fuse.rewriter.reasons import Code, Reason, Refusal
+from k3fuse.rewriter.recognise.functionalized import FunctionalizedCall
 from k3fuse.rewriter.view import GraphView, bound_args, op_of
 
 
 @dataclass(frozen=True)
 class AllReduce:
-    """input: the rank's partial; out: the reduced value; group: name; size: ranks, None if unknown."""
+    """input: rank partial; out: the reduced value; group: name; size: ranks, None if unknown."""
 
     anchors: ClassVar[tuple[str, ...]] = (
         "vllm.all_reduce",
@@ -56,7 +56,11 @@ class AllReduce:
             return _made(view, source, node, str(group), (inner, node))
         if kind == "getitem" and isinstance(node.args[0], fx.Node):
             call = view.find(FunctionalizedCall, node.args[0])
-            if call is not None and call.name == "_C.shm_allreduce" and call.results["data"] is node:
+            if (
+                call is not None
+                and call.name == "_C.shm_allreduce"
+                and call.results["data"] is node
+            ):
                 # vLLM's CPU communicator reduces in place over its only tensor-parallel group.
                 group = next((g for g in view.groups if g.startswith("tp")), "tp:0")
                 return _made(view, call.args["data"], node, group, call.nodes)
@@ -80,6 +84,6 @@ def group_size(group: str, known: dict[str, int]) -> int | None:
     if not (dist.is_available() and dist.is_initialized()):
         return None
     try:
-        return int(dist.distributed_c10d._resolve_process_group(group).size())
+        return int(dist.distributed_c10d._resolve_process_group(group).size())  # type: ignore[attr-defined,arg-type]
     except (RuntimeError, ValueError, KeyError):
         return None

@@ -1,7 +1,7 @@
 """AttnRes: the softmax mix of earlier block rows and the running prefix, then RMSNorm.
 
-score_j = sum_d v_j[d] w_norm[d] w_proj[d] * rsqrt(mean(v_j^2) + eps), softmax over the sources, FP32
-mix of the un-normalised sources, RMSNorm with the next layer's weight.
+score_j = sum_d v_j[d] w_norm[d] w_proj[d] * rsqrt(mean(v_j^2) + eps), softmax over the sources,
+FP32 mix of the un-normalised sources, RMSNorm with the next layer's weight.
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ from k3fuse.rewriter.template import Captured, Mismatch, Template, match_templat
 from k3fuse.rewriter.view import GraphView, dtype_of, op_of, shape_of
 
 
-def _scores_dot(wide: torch.Tensor, norm: torch.Tensor, proj: torch.Tensor, eps: float) -> torch.Tensor:
+def _scores_dot(
+    wide: torch.Tensor, norm: torch.Tensor, proj: torch.Tensor, eps: float
+) -> torch.Tensor:
     scale = torch.rsqrt(wide.pow(2).mean(-1) + eps)
     return (wide * (norm.float() * proj.float())).sum(-1) * scale
 
 
-def mix_dot(sources: torch.Tensor, norm: torch.Tensor, proj: torch.Tensor, *, eps: float) -> torch.Tensor:
+def mix_dot(
+    sources: torch.Tensor, norm: torch.Tensor, proj: torch.Tensor, *, eps: float
+) -> torch.Tensor:
     """Scores by product and sum, mix by product and sum."""
     wide = sources.float()
     weights = torch.softmax(_scores_dot(wide, norm, proj, eps), -1)
@@ -69,7 +73,11 @@ class AttnRes:
     blocks_out, block_write: the custom op's bank after its write, and the slot written (-1: none).
     """
 
-    anchors: ClassVar[tuple[str, ...]] = ("aten.sum", "auto_functionalized", "auto_functionalized_v2")
+    anchors: ClassVar[tuple[str, ...]] = (
+        "aten.sum",
+        "auto_functionalized",
+        "auto_functionalized_v2",
+    )
 
     prefix: fx.Node
     delta: fx.Node | None
@@ -129,12 +137,18 @@ def _custom(call: FunctionalizedCall) -> AttnRes | None:
 
 def _plain(view: GraphView, total: fx.Node) -> AttnRes | None:
     spelled = view.canon(total)
-    if spelled.attr("dim") != (-2,) or spelled.attr("keepdim", False) or dtype_of(total) != torch.float32:
+    if (
+        spelled.attr("dim") != (-2,)
+        or spelled.attr("keepdim", False)
+        or dtype_of(total) != torch.float32
+    ):
         return None
     product = view.strip(spelled.inputs[0])
     if not isinstance(product, fx.Node) or view.canon(product).op != "aten.mul":
         return None
-    wide = next((w for w in map(view.strip, view.canon(product).inputs) if _is_sources(view, w)), None)
+    wide = next(
+        (w for w in map(view.strip, view.canon(product).inputs) if _is_sources(view, w)), None
+    )
     if wide is None:
         return None
     sources = view.canon(wide).inputs[0]
@@ -154,7 +168,8 @@ def _plain(view: GraphView, total: fx.Node) -> AttnRes | None:
             worst = found
     if match is None:
         # Softmax over sources of rows is AttnRes's mark: anything less is another sum.
-        if worst is not None and worst.depth >= 4:
+        wrong_axis = worst is not None and worst.reason.code is Code.ATTR_MISMATCH
+        if worst is not None and worst.depth >= (2 if wrong_axis else 4):
             raise Refusal(worst.reason, progress=worst.depth)
         return None
     return _assemble(view, total, match.bindings, match.numbers["eps"], match.nodes(view))
@@ -177,7 +192,7 @@ def _row_weight_like(view: GraphView, total: fx.Node, wide: fx.Node) -> fx.Node 
             current, depth = view.strip(operand), 0
             while isinstance(current, fx.Node) and view.is_weight(current) is False and depth < 3:
                 inner = view.canon(current)
-                if inner.op not in ("aten.mul", "cast") or not shape_of(current) == (width,):
+                if inner.op not in ("aten.mul", "cast") or shape_of(current) != (width,):
                     break
                 current, depth = view.strip(inner.inputs[0]), depth + 1
             if isinstance(current, fx.Node) and view.is_weight(current):
@@ -192,16 +207,28 @@ def _row_weight_like(view: GraphView, total: fx.Node, wide: fx.Node) -> fx.Node 
 
 
 def _assemble(
-    view: GraphView, total: fx.Node, bound: dict[str, fx.Node], eps: float, nodes: tuple[fx.Node, ...]
+    view: GraphView,
+    total: fx.Node,
+    bound: dict[str, fx.Node],
+    eps: float,
+    nodes: tuple[fx.Node, ...],
 ) -> AttnRes:
     rows, bank, made = _sources(view, bound["sources"])
     prefix = rows[-1]
     delta, new_prefix = None, None
     add = view.strip(prefix)
     adds: tuple[fx.Node, ...] = ()
-    if isinstance(add, fx.Node) and view.canon(add).op == "aten.add" and dtype_of(add) == dtype_of(prefix):
+    if (
+        isinstance(add, fx.Node)
+        and view.canon(add).op == "aten.add"
+        and dtype_of(add) == dtype_of(prefix)
+    ):
         a, b = view.canon(add).inputs
-        if isinstance(a, fx.Node) and isinstance(b, fx.Node) and shape_of(a) == shape_of(b) == shape_of(add):
+        if (
+            isinstance(a, fx.Node)
+            and isinstance(b, fx.Node)
+            and shape_of(a) == shape_of(b) == shape_of(add)
+        ):
             prefix, delta, new_prefix, adds = a, b, add, (add,)
     out, norm, rounded = _output(view, total)
     cover = {*nodes, *made, *adds, *(norm.nodes if norm is not None else ()), *rounded}
@@ -229,7 +256,10 @@ def _assemble(
 
 def _output(view: GraphView, total: fx.Node) -> tuple[fx.Node, RmsNorm | None, tuple[fx.Node, ...]]:
     """The normalised row, or the mix rounded to the model's dtype where no norm follows."""
-    for value, rounded in ((total, ()), *((u, (u,)) for u in view.users(total) if view.canon(u).op == "cast")):
+    for value, rounded in (
+        (total, ()),
+        *((u, (u,)) for u in view.users(total) if view.canon(u).op == "cast"),
+    ):
         for node in _reach(view, value):
             norm = view.find(RmsNorm, node)
             if norm is not None and view.same(norm.x, value) and not norm.round_before_weight:
@@ -266,24 +296,32 @@ def _reach(view: GraphView, value: fx.Node) -> list[fx.Node]:
 def _sources(
     view: GraphView, sources: fx.Node
 ) -> tuple[list[fx.Node], fx.Node | None, tuple[fx.Node, ...]]:
-    """Rows of the stacked sources, the bank where the blocks are one tensor, and the nodes passed."""
+    """Rows of the stacked sources, the bank where the blocks are one tensor, the nodes passed."""
     root = view.strip(sources)
     passed = view.path(sources, root)
     spelled = view.canon(root)
     tokens, _, width = shape_of(sources)
     if spelled.op in ("aten.stack", "aten.cat"):
+        # Inductor spells a stack of rows as cat([rows], -1) and a view of [M, S H].
+        how = "rows" if len(shape_of(root)) == 2 else spelled.op
+        side_by_side = spelled.attr("dim") == ((-1,) if how == "rows" else (-2,))
+        whole = shape_of(root)[0] == tokens and (how == "rows" or shape_of(root)[-1] == width)
+        if not (side_by_side and whole):
+            raise _bad_sources(root, "the sources do not lie side by side in each row")
         rows: list[fx.Node] = []
         bank: fx.Node | None = None
         made = [root]
         for i, item in enumerate(spelled.inputs[0]):
-            row = view.with_shape(item, (tokens, width)) if _may_be_row(view, spelled.op, item) else None
+            row = view.with_shape(item, (tokens, width)) if _may_be_row(view, how, item) else None
             if row is not None:
                 made += view.path(item, row) if row is not item else []
                 rows.append(row)
-            elif i == 0 and spelled.op == "aten.cat":
+            elif i == 0 and how == "aten.cat":
                 bank, made = _bank(view, item, made)
             else:
-                raise _bad_sources(item, "a source is no [M, H] row, and only the first may be a bank")
+                raise _bad_sources(
+                    item, "a source is no [M, H] row, and only the first may be a bank"
+                )
         return rows, bank, (*passed, *made)
     row = view.with_shape(sources, (tokens, width))
     if row is None:
@@ -293,7 +331,9 @@ def _sources(
 
 def _may_be_row(view: GraphView, how: str, item: fx.Node) -> bool:
     """One row, not one slot of a bank (the op reads a bank's first slots in place)."""
-    return how == "aten.stack" or (shape_of(item)[1] == 1 and view.canon(view.strip(item)).op != "slice")
+    return how != "aten.cat" or (
+        shape_of(item)[1] == 1 and view.canon(view.strip(item)).op != "slice"
+    )
 
 
 def _bank(view: GraphView, item: fx.Node, made: list[fx.Node]) -> tuple[fx.Node, list[fx.Node]]:

@@ -1,4 +1,4 @@
-"""Routed experts: gathered, batched or grouped products of the chosen experts, weighted and summed."""
+"""Routed experts: gathered, batched or grouped products of the chosen ones, weighted and summed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def mxfp4(packed: Tensor, scale: Tensor) -> Tensor:
 
 def mxfp8(x: Tensor) -> Tensor:
     """Round to MXFP8 and read back: e4m3 values, E8M0 scale per 32 by the round-up rule."""
-    groups = x.float().unflatten(-1, (-1, MX_GROUP))
+    groups: Tensor = x.float().unflatten(-1, (-1, MX_GROUP))  # type: ignore[no-untyped-call]
     bits = groups.abs().amax(-1, keepdim=True).view(torch.int32)
     exponent = ((bits + 0x1FFFFF) >> 23) - 135
     scale = torch.exp2(exponent.clamp(min=-126).float())
@@ -55,7 +55,9 @@ def mx_gathered(
     first = mxfp4(w13[ids], w13_scale[ids])
     second = mxfp4(w2[ids], w2_scale[ids])
     both = torch.bmm(first.flatten(1, 2), mxfp8(hidden).unsqueeze(-1)).view(tokens, slots, -1)
-    inner = mxfp8(situ_wide_kept(both[..., :width], both[..., width:], beta=beta, linear_beta=linear_beta))
+    inner = mxfp8(
+        situ_wide_kept(both[..., :width], both[..., width:], beta=beta, linear_beta=linear_beta)
+    )
     rows = torch.bmm(second.flatten(0, 1), inner.view(-1, width, 1)).view(tokens, slots, -1)
     rows = rows.to(hidden.dtype)
     return (rows.float() * weights.float().unsqueeze(-1)).sum(1).to(hidden.dtype)
@@ -69,7 +71,9 @@ def mx_einsum(
     width = w13.shape[1] // 2
     first, second = mxfp4(w13[ids], w13_scale[ids]), mxfp4(w2[ids], w2_scale[ids])
     both = torch.einsum("tkil,tl->tki", first, mxfp8(hidden))
-    inner = mxfp8(situ_wide_kept(both[..., :width], both[..., width:], beta=beta, linear_beta=linear_beta))
+    inner = mxfp8(
+        situ_wide_kept(both[..., :width], both[..., width:], beta=beta, linear_beta=linear_beta)
+    )
     rows = torch.einsum("tkli,tki->tkl", second, inner).to(hidden.dtype)
     return (rows.float() * weights.float().unsqueeze(-1)).sum(1).to(hidden.dtype)
 
@@ -151,9 +155,8 @@ class RoutedExperts:
         """Read the experts off the sum over their slots."""
         if op_of(node) != "aten.sum" or view.canon(node).attr("dim") != (-2,):
             return None
-        out = next((u for u in view.users(node) if view.canon(u).op == "cast"), None)
-        if out is None:
-            return None
+        # Narrow weights make a narrow sum: nothing is left to round.
+        out = next((u for u in view.users(node) if view.canon(u).op == "cast"), node)
         tensors = _expert_tensors(view, node)
         if tensors is None:
             return None
@@ -185,7 +188,8 @@ class RoutedExperts:
                 b.get("w2_scale"), "situ" if n else "silu", n.get("beta", 0.0),
                 n.get("linear_beta", 0.0), form.name, out, found.nodes(view),
             )  # fmt: skip
-        return _report(worst)
+        _report(worst)
+        return None
 
 
 def _report(worst: Mismatch | None) -> None:
@@ -203,7 +207,11 @@ def _weights_dtype(view: GraphView, product: fx.Node, slots: int) -> torch.dtype
         current = view.strip(current.args[0])
     for operand in view.canon(current).inputs if isinstance(current, fx.Node) else ():
         node = view.strip(operand)
-        if isinstance(operand, fx.Node) and shape_of(operand)[-1] == 1 and isinstance(node, fx.Node):
+        if (
+            isinstance(operand, fx.Node)
+            and shape_of(operand)[-1] == 1
+            and isinstance(node, fx.Node)
+        ):
             while view.canon(node).op == "cast":
                 node = view.strip(view.canon(node).inputs[0])
             return dtype_of(node) or torch.float32
@@ -217,9 +225,10 @@ def _slots(view: GraphView, total: fx.Node) -> int | None:
 
 def _expert_tensors(view: GraphView, total: fx.Node) -> dict[str, fx.Node] | None:
     """Expert weights above a sum, told apart by shape: L is the summed row's width."""
-    width = shape_of(total)[-1]
+    row = shape_of(total)
+    width = row[-1]
     found: list[fx.Node] = []
-    stack, seen = [total], set()
+    stack, seen = [total], set[fx.Node]()
     while stack and len(seen) < 400:
         node = stack.pop()
         if node in seen or node.op != "call_function":
@@ -227,7 +236,9 @@ def _expert_tensors(view: GraphView, total: fx.Node) -> dict[str, fx.Node] | Non
         seen.add(node)
         name = op_of(node)
         if name in ("aten.mm", "aten.addmm", "aten.topk"):
-            continue  # above the experts: the router, or the row they read
+            continue  # above the experts: the router
+        if shape_of(node) == row and node is not total:
+            continue  # the row they read; above it is the layer before
         if name in ("aten.index", "aten._grouped_mm"):
             base = node.args[0] if name == "aten.index" else node.args[1]
             weight = _stored(view, base)
@@ -259,6 +270,8 @@ def _roles(found: list[fx.Node], width: Any) -> dict[str, fx.Node] | None:
         return {"w13": w13, "w13_scale": w13_scale, "w2": w2, "w2_scale": w2_scale}
     if len(found) != 2:
         return None
-    # The walk goes upwards, so the second product's weights are met first.
-    second, first = found
-    return {"w13": first, "w2": second}
+    for w13, w2 in (found, found[::-1]):
+        (_, both, inner), (_, outer, single) = shape_of(w13), shape_of(w2)
+        if inner == width and outer == width and both == 2 * single:
+            return {"w13": w13, "w2": w2}
+    return None

@@ -38,10 +38,14 @@ class FunctionalizedCall:
         if not isinstance(op, OpOverload):
             return None
         mutated = [
-            a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write
+            a.name
+            for a in op._schema.arguments
+            if a.alias_info is not None and a.alias_info.is_write
         ]
         getitems = {
-            u.args[1]: u for u in node.users if u.op == "call_function" and u.target is operator.getitem
+            u.args[1]: u
+            for u in node.users
+            if u.op == "call_function" and u.target is operator.getitem
         }
         args = dict(node.kwargs)
         first = max(len(op._schema.returns), 1)

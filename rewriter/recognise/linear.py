@@ -20,7 +20,13 @@ class Linear:
     out_dtype: of the result. transposed: False where the weight is stored [K, N].
     """
 
-    anchors: ClassVar[tuple[str, ...]] = ("aten.mm", "aten.addmm", "aten.linear", "aten.bmm", "aten.matmul")
+    anchors: ClassVar[tuple[str, ...]] = (
+        "aten.mm",
+        "aten.addmm",
+        "aten.linear",
+        "aten.bmm",
+        "aten.matmul",
+    )
 
     x: fx.Node
     weight: fx.Node
@@ -87,8 +93,10 @@ def _stored(
             transposed = not transposed
         elif spelled.op != "reshape":
             break
-        elif len(shape_of(spelled.inputs[0])) == 2 and len(shape_of(w)) == 2 and (
-            shape_of(spelled.inputs[0]) != shape_of(w)
+        elif (
+            len(shape_of(spelled.inputs[0])) == 2
+            and len(shape_of(w)) == 2
+            and (shape_of(spelled.inputs[0]) != shape_of(w))
         ):
             break  # a reshape that mixes rows and columns is no view of the same matrix
         passed.append(w)
@@ -113,7 +121,7 @@ def _narrow(
     source_x, source_w = cast_x.inputs[0], cast_w.inputs[0]
     if dtype_of(source_x) != dtype_of(source_w) or dtype_of(source_x) != torch.bfloat16:
         return x, weight, ()
-    stored, passed, _ = _stored(view, source_w, already=True)
-    if shape_of(stored) != shape_of(weight):
+    stored, passed, straight = _stored(view, source_w, already=True)
+    if not straight or shape_of(stored) != shape_of(weight):
         stored, passed = source_w, ()
     return source_x, stored, (*view.path(x, wide_x), wide_x, wide_w, *passed)

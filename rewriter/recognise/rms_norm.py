@@ -79,7 +79,7 @@ def _number(value: Any) -> float | None:
 
 
 def _decomposed(view: GraphView, rsqrt: fx.Node) -> RmsNorm | None:
-    """rsqrt(mean(square(f), -1) + eps), f * that, then the weight on either side of the rounding."""
+    """rsqrt(mean(square(f), -1) + eps), f * that, then the weight before or behind the rounding."""
     shifted = view.strip(rsqrt.args[0])
     if not isinstance(shifted, fx.Node) or view.canon(shifted).op != "aten.add":
         return None
@@ -92,19 +92,29 @@ def _decomposed(view: GraphView, rsqrt: fx.Node) -> RmsNorm | None:
     if not isinstance(square, fx.Node) or view.canon(square).op != "aten.square":
         return None
     wide = view.canon(square).inputs[0]
-    scaled = next(
-        (u for u in view.users(rsqrt) if _is_product_of(view, u, wide, rsqrt)), None
-    )
+    scaled = next((u for u in view.users(rsqrt) if _is_product_of(view, u, wide, rsqrt)), None)
     if scaled is None:
         return None
     if view.canon(mean).attr("dim") != (-1,):
         raise _refuse(
-            mean, Code.ATTR_MISMATCH, "the mean is not over the last axis", -1, view.canon(mean).attr("dim")
+            mean,
+            Code.ATTR_MISMATCH,
+            "the mean is not over the last axis",
+            -1,
+            view.canon(mean).attr("dim"),
         )
+    factor = next(i for i in view.canon(scaled).inputs if view.same(i, rsqrt))
+    if shape_of(factor)[-1:] != (1,):
+        return None  # broadcast along another axis: no factor a row
     core = [square, mean, shifted, rsqrt, scaled]
-    if dtype_of(scaled) != torch.float32:
+    narrow = next((n for n in core if dtype_of(n) != torch.float32), None)
+    if narrow is not None:
         raise _refuse(
-            scaled, Code.DTYPE_MISMATCH, "the norm is not computed in FP32", "float32", dtype_of(scaled)
+            narrow,
+            Code.DTYPE_MISMATCH,
+            "the norm is not computed in FP32",
+            "float32",
+            dtype_of(narrow),
         )
     return _with_weight(view, view.strip(wide), eps, core, scaled)
 
@@ -219,7 +229,9 @@ class AddRmsNorm:
             return None
         if dtype_of(add) != torch.float32:
             nodes = (add, *norm.nodes)
-            return cls(a, b, add, norm.weight, norm.eps, norm.out, True, norm.round_before_weight, nodes)
+            return cls(
+                a, b, add, norm.weight, norm.eps, norm.out, True, norm.round_before_weight, nodes
+            )
         narrow_a, lead_a = _narrow_source(view, view.strip(a))
         narrow_b, lead_b = _narrow_source(view, view.strip(b))
         if not lead_a or not lead_b:
@@ -239,9 +251,11 @@ def _fused_add(node: fx.Node) -> AddRmsNorm | None:
         values = list(args.values())
         x, residual = values[0], values[1]
     parts = {u.args[1]: u for u in node.users}
+    weight, eps = args.get("weight"), args.get("epsilon", args.get("eps"))
     if 0 not in parts or not isinstance(x, fx.Node) or not isinstance(residual, fx.Node):
         return None
-    weight, eps = args.get("weight"), args.get("epsilon", args.get("eps"))
+    if eps is None:
+        return None
     nodes = (node, *parts.values())
     # vLLM's IR op adds in FP32 and stores the narrow sum beside it.
     return AddRmsNorm(x, residual, parts.get(1), weight, float(eps), parts[0], False, True, nodes)

@@ -17,7 +17,7 @@ from k3fuse.rewriter.view import GraphView, bound_args, dtype_of, op_of, shape_o
 
 def one_group_key(scores: torch.Tensor) -> torch.Tensor:
     """Group-limited selection with a single group: the mask keeps every expert."""
-    tokens, experts = scores.shape
+    experts = scores.shape[1]
     grouped = scores.view(-1, 1, experts)
     best = grouped.topk(2, dim=-1)[0].sum(dim=-1)
     chosen = torch.topk(best, k=1, dim=-1, sorted=False)[1]
@@ -82,7 +82,13 @@ class Routing:
         if scoring is None:
             return None
         if scoring == "softmax" and spelled.attr("dim") not in (-1, (-1,)):
-            raise _refuse(score, Code.ATTR_MISMATCH, "softmax is not over the experts", -1, spelled.attr("dim"))
+            raise _refuse(
+                score,
+                Code.ATTR_MISMATCH,
+                "softmax is not over the experts",
+                -1,
+                spelled.attr("dim"),
+            )
         logits = view.strip(spelled.inputs[0])
         linear = view.producer(logits, Linear)
         wide_cast: tuple[fx.Node, ...] = ()
@@ -95,8 +101,8 @@ class Routing:
         raw, gathered = _raw_weights(view, score, ids, values, biased=bias is not None)
         tail = _tail(view, raw)
         nodes = {
-            *linear.nodes, *view.path(spelled.inputs[0], logits), *wide_cast, score, *biased, *masked,
-            *cover, *gathered, *tail["nodes"],
+            *linear.nodes, *view.path(spelled.inputs[0], logits), *wide_cast, score, *biased,
+            *masked, *cover, *gathered, *tail["nodes"],
         }  # fmt: skip
         return cls(
             linear, spelled.inputs[0], bias, top_k, scoring, tail["renormalize"], tail["eps"],
@@ -112,12 +118,18 @@ def _check_flags(view: GraphView, node: fx.Node) -> None:
     args = bound_args(node)
     dim, rank = args.get("dim", -1), len(shape_of(node.args[0])) or 2  # type: ignore[arg-type]
     if dim not in (-1, rank - 1):
-        raise _refuse(node, Code.ATTR_MISMATCH, "selects along another axis than the experts", -1, dim)
+        raise _refuse(
+            node, Code.ATTR_MISMATCH, "selects along another axis than the experts", -1, dim
+        )
     descending = args.get("largest", args.get("descending"))
     if not descending:
-        raise _refuse(node, Code.ATTR_MISMATCH, "selects the smallest scores", "largest", "smallest")
+        raise _refuse(
+            node, Code.ATTR_MISMATCH, "selects the smallest scores", "largest", "smallest"
+        )
     if op_of(node) == "aten.sort" and not args.get("stable"):
-        raise _refuse(node, Code.ATTR_MISMATCH, "the sort is not stable, ties are open", "stable", "unstable")
+        raise _refuse(
+            node, Code.ATTR_MISMATCH, "the sort is not stable, ties are open", "stable", "unstable"
+        )
 
 
 def _parts(node: fx.Node) -> dict[int, fx.Node]:
@@ -148,9 +160,10 @@ def _selection(
 def _unmask(view: GraphView, key: Any) -> tuple[Any, tuple[fx.Node, ...]]:
     """Look through a group mask that masks nothing; a real group limit is refused."""
     node = view.strip(key)
-    if not isinstance(node, fx.Node) or view.canon(node).op != "aten.masked_fill":
+    masks = {"aten.masked_fill": 0, "aten.where": 2}  # Inductor spells the first by the second
+    if not isinstance(node, fx.Node) or view.canon(node).op not in masks:
         return key, tuple(view.path(key, node)) if isinstance(node, fx.Node) else ()
-    inner = view.canon(node).inputs[0]
+    inner = view.canon(node).inputs[masks[view.canon(node).op]]
     worst: Mismatch | None = None
     for form in ONE_GROUP:
         found = match_template(
@@ -162,7 +175,13 @@ def _unmask(view: GraphView, key: Any) -> tuple[Any, tuple[fx.Node, ...]]:
         if worst is None or found.depth > worst.depth:
             worst = found
     what = f": {worst.reason.sentence}" if worst is not None else ""
-    raise _refuse(node, Code.ATTR_MISMATCH, "the selection is masked by expert groups" + what, "one group", "mask")
+    raise _refuse(
+        node,
+        Code.ATTR_MISMATCH,
+        "the selection is masked by expert groups" + what,
+        "one group",
+        "mask",
+    )
 
 
 def _score_and_bias(
@@ -188,7 +207,7 @@ def _score_and_bias(
 def _raw_weights(
     view: GraphView, score: fx.Node, ids: fx.Node, values: fx.Node | None, *, biased: bool
 ) -> tuple[fx.Node, tuple[fx.Node, ...]]:
-    """The chosen scores: gathered from the unbiased scores, or top-k's own values without a bias."""
+    """The chosen scores: gathered from the unbiased ones, or top-k's own values without a bias."""
     for user in view.users(score):
         if op_of(user) == "aten.gather" and view.same(bound_args(user)["index"], ids):
             dim = bound_args(user)["dim"]
@@ -199,16 +218,27 @@ def _raw_weights(
         return values, (values,)
     if values is not None and values.users:
         raise _refuse(
-            values, Code.OPERAND_ORDER, "the weights are the biased scores", "gather(score, ids)", values.name
+            values,
+            Code.OPERAND_ORDER,
+            "the weights are the biased scores",
+            "gather(score, ids)",
+            values.name,
         )
-    raise _refuse(ids, Code.ANCHOR_ABSENT, "no weight is gathered with these ids", "gather", "nothing")
+    raise _refuse(
+        ids, Code.ANCHOR_ABSENT, "no weight is gathered with these ids", "gather", "nothing"
+    )
 
 
 def _tail(view: GraphView, raw: fx.Node) -> dict[str, Any]:
     """Renormalise, scale and round the chosen scores, each step optional, in this order."""
     out: dict[str, Any] = {"renormalize": False, "eps": 0.0, "scale": 1.0, "nodes": [], "out": raw}
     total = next(
-        (u for u in view.users(raw) if op_of(u) == "aten.sum" and view.canon(u).attr("dim") == (-1,)), None
+        (
+            u
+            for u in view.users(raw)
+            if op_of(u) == "aten.sum" and view.canon(u).attr("dim") == (-1,)
+        ),
+        None,
     )
     if total is not None and view.canon(total).attr("keepdim"):
         divisor, nodes = total, [total]
@@ -238,7 +268,11 @@ def _scale_and_round(view: GraphView, out: dict[str, Any]) -> None:
     if scaled is not None and len(view.users(out["out"])) == 1:
         out.update(scale=_number_product(view, scaled), out=scaled, nodes=[*out["nodes"], scaled])
     users = view.users(out["out"])
-    if len(users) == 1 and view.canon(users[0]).op == "cast" and dtype_of(users[0]) == torch.bfloat16:
+    if (
+        len(users) == 1
+        and view.canon(users[0]).op == "cast"
+        and dtype_of(users[0]) == torch.bfloat16
+    ):
         out.update(out=users[0], nodes=[*out["nodes"], users[0]])
 
 

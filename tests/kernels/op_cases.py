@@ -43,11 +43,12 @@ class Draw:
         self.dtype = dtype
         self.strided = strided
 
-    def int(self, low: int, high: int) -> int:
+    def pick(self, low: int, high: int) -> int:
         return int(torch.randint(low, high + 1, (), generator=self.rng))
 
     def randn(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.randn(*shape, generator=self.rng).to(dtype or self.dtype)
+        drawn: Tensor = torch.randn(*shape, generator=self.rng).to(dtype or self.dtype)
+        return drawn
 
     def rows(self, m: int, n: int, dtype: torch.dtype | None = None) -> Tensor:
         if not self.strided:
@@ -55,7 +56,8 @@ class Draw:
         return self.randn(m, n + 8, dtype=dtype)[:, 4 : 4 + n]
 
     def weight(self, n: int, k: int) -> Tensor:
-        return (torch.randn(n, k, generator=self.rng) * k**-0.5).to(self.dtype)
+        drawn: Tensor = torch.randn(n, k, generator=self.rng) * k**-0.5
+        return drawn.to(self.dtype)
 
     def mxfp4(self, e: int, n: int, k: int) -> tuple[Tensor, Tensor]:
         """Packed codes [e, n, k/2] and scales [e, n, k/32] of weights of about k**-0.5."""
@@ -79,7 +81,7 @@ def attention_projection(draw: Draw, m: int, k: int, *ns: int, **kw: Any) -> Cas
 
 def _blocks(draw: Draw, m: int, h: int, num_blocks: int, bank: bool) -> list[Tensor]:
     if bank:
-        return [draw.randn(m + draw.int(0, 2), num_blocks + draw.int(0, 2), h)]
+        return [draw.randn(m + draw.pick(0, 2), num_blocks + draw.pick(0, 2), h)]
     return [draw.rows(m, h) for _ in range(num_blocks)]
 
 
@@ -229,61 +231,87 @@ _R = ("", "round_sum", "round_before_weight", "round_sum+round_before_weight")
 
 # Every form of every op, small: name -> (draw, M) -> case.
 FORMS: dict[str, Builder] = {
-    "attention_projection/one": lambda d, m: attention_projection(d, m, d.int(1, 9), d.int(1, 9)),
+    "attention_projection/one": lambda d, m: attention_projection(d, m, d.pick(1, 9), d.pick(1, 9)),
     "attention_projection/three": lambda d, m: attention_projection(
-        d, m, d.int(1, 40), d.int(1, 20), 1, d.int(1, 20)
+        d, m, d.pick(1, 40), d.pick(1, 20), 1, d.pick(1, 20)
     ),
     "attn_res/bank+delta": lambda d, m: attn_res(
-        d, m, d.int(1, 40), d.int(0, 8), delta=True, bank=True, norm=True, mix=False
+        d, m, d.pick(1, 40), d.pick(0, 8), delta=True, bank=True, norm=True, mix=False
     ),
     "attn_res/list": lambda d, m: attn_res(
-        d, m, d.int(2, 40), d.int(0, 4), delta=False, bank=False, norm=True, mix=True
+        d, m, d.pick(2, 40), d.pick(0, 4), delta=False, bank=False, norm=True, mix=True
     ),
     "attn_res/final": lambda d, m: attn_res(
-        d, m, d.int(2, 40), d.int(1, 4), delta=True, bank=True, norm=False, mix=True
+        d, m, d.pick(2, 40), d.pick(1, 4), delta=True, bank=True, norm=False, mix=True
     ),
     "output_projection_attn_res/delta": lambda d, m: output_attn_res(
-        d, m, d.int(1, 20), d.int(2, 40), d.int(0, 8), prefix=True, bank=True, norm=True
+        d, m, d.pick(1, 20), d.pick(2, 40), d.pick(0, 8), prefix=True, bank=True, norm=True
     ),
     "output_projection_attn_res/block_write": lambda d, m: output_attn_res(
-        d, m, d.int(1, 20), d.int(2, 40), d.int(1, 3), prefix=False, bank=False, norm=True
+        d,
+        m,
+        d.pick(1, 20),
+        d.pick(2, 40),
+        d.pick(1, 3),
+        prefix=False,
+        bank=False,
+        norm=True,
     ),
     "output_projection_attn_res/no_norm": lambda d, m: output_attn_res(
-        d, m, d.int(1, 20), d.int(2, 40), d.int(1, 3), prefix=True, bank=False, norm=False
+        d,
+        m,
+        d.pick(1, 20),
+        d.pick(2, 40),
+        d.pick(1, 3),
+        prefix=True,
+        bank=False,
+        norm=False,
     ),
     "output_projection_add_rms_norm/all": lambda d, m: output_add_rms_norm(
-        d, m, d.int(1, 20), d.int(2, 40), _R[d.int(0, 3)]
+        d, m, d.pick(1, 20), d.pick(2, 40), _R[d.pick(0, 3)]
     ),
-    "router_front/latent": lambda d, m: router_front(d, m, d.int(1, 20), d.int(1, 20), d.int(1, 9)),
-    "router_front/alone": lambda d, m: router_front(d, m, d.int(1, 20), d.int(1, 20), 0),
-    "router/k3": lambda d, m: router(d, m, d.int(1, 20), d.int(4, 40), d.int(1, 9), d.int(1, 4)),
+    "router_front/latent": lambda d, m: router_front(
+        d, m, d.pick(1, 20), d.pick(1, 20), d.pick(1, 9)
+    ),
+    "router_front/alone": lambda d, m: router_front(d, m, d.pick(1, 20), d.pick(1, 20), 0),
+    "router/k3": lambda d, m: router(
+        d, m, d.pick(1, 20), d.pick(4, 40), d.pick(1, 9), d.pick(1, 4)
+    ),
     "router/plain": lambda d, m: router(
         d,
         m,
-        d.int(1, 20),
-        d.int(4, 40),
+        d.pick(1, 20),
+        d.pick(4, 40),
         0,
-        d.int(1, 4),
+        d.pick(1, 4),
         bias=False,
         scoring="softmax",
         renormalize=False,
         weights_dtype=torch.bfloat16,
     ),
     "experts/mxfp4": lambda d, m: experts(
-        d, m, 32 * d.int(1, 2), 32, d.int(2, 5), 2, hidden=d.int(1, 40), shared=8, mxfp4=True
+        d,
+        m,
+        32 * d.pick(1, 2),
+        32,
+        d.pick(2, 5),
+        2,
+        hidden=d.pick(1, 40),
+        shared=8,
+        mxfp4=True,
     ),
     "experts/bf16": lambda d, m: experts(
         d,
         m,
-        d.int(2, 20),
-        d.int(1, 9),
-        d.int(2, 5),
-        d.int(1, 2),
-        shared=d.int(1, 9),
+        d.pick(2, 20),
+        d.pick(1, 9),
+        d.pick(2, 5),
+        d.pick(1, 2),
+        shared=d.pick(1, 9),
         merged=False,
         activation="silu",
         rounding="round_before_weight",
     ),
-    "experts/routed_only": lambda d, m: experts(d, m, d.int(2, 20), d.int(1, 9), 3, 1),
-    "tail/all": lambda d, m: tail(d, m, d.int(1, 40), d.int(1, 40)),
+    "experts/routed_only": lambda d, m: experts(d, m, d.pick(2, 20), d.pick(1, 9), 3, 1),
+    "tail/all": lambda d, m: tail(d, m, d.pick(1, 40), d.pick(1, 40)),
 }

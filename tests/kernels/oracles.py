@@ -6,14 +6,14 @@ float64; the caller rounds them to the op's dtype and allows for the op's roundi
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from compare import wide
 from torch import Tensor
 
-F64 = np.ndarray
+F64: TypeAlias = Any  # a float64 array
 
 
 def rms(x: F64, eps: float) -> F64:

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+
 from k3fuse.kernels.common.microscaling import (
     decode_e2m1,
     decode_e8m0,
@@ -47,7 +48,7 @@ def test_e4m3_value_table() -> None:
     finite = values[~values.isnan()]
     assert len(finite) == 254  # 0x7F and 0xFF are NaN, there is no infinity
     assert finite.max() == 448
-    for chunk in finite.split(31):
+    for chunk in torch.split(finite, 31):
         row = torch.cat([chunk, torch.full((32 - len(chunk),), 448.0)])
         quantised, scale = quantize_mxfp8(row[None])
         assert scale.tolist() == [[127]]
@@ -82,8 +83,8 @@ def test_scale_rules(exponent: int, mantissa: float, up: int) -> None:
 
 def test_floor_rule_saturates() -> None:
     row = torch.full((1, 32), 1.99)
-    assert round_mxfp8(row, floor_rule=True).unique().tolist() == [1.75]
-    assert round_mxfp8(row).unique().tolist() == [2.0]
+    assert set(round_mxfp8(row, floor_rule=True)[0].tolist()) == {1.75}
+    assert set(round_mxfp8(row)[0].tolist()) == {2.0}
 
 
 def test_zero_nan_and_infinity() -> None:
@@ -115,7 +116,7 @@ def test_mxfp4_ties_go_to_the_even_code() -> None:
 
 def test_mxfp4_saturates_at_six() -> None:
     packed, scale = quantize_mxfp4(torch.full((1, 32), 7.9))
-    assert dequantize_mxfp4(packed, scale).unique().tolist() == [6.0]
+    assert set(dequantize_mxfp4(packed, scale)[0].tolist()) == {6.0}
 
 
 def test_refused_shapes() -> None:

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from compare import digest
-from k3fuse.kernels.common.registry import OPS
 from op_cases import FORMS, Case, Draw, attention_projection, attn_res, experts, router, tail
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+from k3fuse.kernels.common.registry import OPS
 
 SHAPES_PER_OP = 200
 
@@ -62,13 +63,13 @@ def _check(case: Case, what: str) -> None:
 @pytest.mark.parametrize("op", sorted({form.split("/")[0] for form in FORMS}))
 def test_fake_agrees_with_real(op: str) -> None:
     forms = [form for form in FORMS if form.split("/")[0] == op]
-    seen = set()
+    seen: set[object] = set()
     seed = 0
     while len(seen) < SHAPES_PER_OP:
         form = forms[seed % len(forms)]
         dtype = (torch.bfloat16, torch.float32, torch.float16)[seed // len(forms) % 3]
         draw = Draw(seed, dtype, strided=bool(seed // 2 % 2))
-        m = (0, 1, 2, draw.int(3, 12), 64)[seed % 5]
+        m = (0, 1, 2, draw.pick(3, 12), 64)[seed % 5]
         case = FORMS[form](draw, m)
         _check(case, f"{form} seed {seed} M={m}")
         seen.add((form, dtype, tuple(t.shape for t in case.tensors())))

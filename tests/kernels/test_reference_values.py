@@ -191,22 +191,29 @@ SMALL: dict[str, tuple[Callable[[Draw, int, int], Case], Checker]] = {
             d,
             m,
             k,
-            d.int(1, 8),
-            delta=bool(d.int(0, 1)),
-            bank=bool(d.int(0, 1)),
-            norm=bool(d.int(0, 1)),
-            mix=bool(d.int(0, 1)),
+            d.pick(1, 8),
+            delta=bool(d.pick(0, 1)),
+            bank=bool(d.pick(0, 1)),
+            norm=bool(d.pick(0, 1)),
+            mix=bool(d.pick(0, 1)),
         ),
         check_attn_res,
     ),
     "output_projection_attn_res": (
         lambda d, m, k: output_attn_res(
-            d, m, k, 48, d.int(1, 8), prefix=bool(d.int(0, 1)), bank=bool(d.int(0, 1)), norm=True
+            d,
+            m,
+            k,
+            48,
+            d.pick(1, 8),
+            prefix=bool(d.pick(0, 1)),
+            bank=bool(d.pick(0, 1)),
+            norm=True,
         ),
         check_output_attn_res,
     ),
     "output_projection_add_rms_norm": (
-        lambda d, m, k: output_add_rms_norm(d, m, k, 48, _ROUNDINGS[d.int(0, 3)]),
+        lambda d, m, k: output_add_rms_norm(d, m, k, 48, _ROUNDINGS[d.pick(0, 3)]),
         check_add_rms_norm,
     ),
     "router_front": (lambda d, m, k: router_front(d, m, k, 24, 8), check_router_front),
@@ -218,9 +225,9 @@ SMALL: dict[str, tuple[Callable[[Draw, int, int], Case], Checker]] = {
             24,
             8,
             3,
-            bias=bool(d.int(0, 1)),
-            scoring=("sigmoid", "softmax")[d.int(0, 1)],
-            renormalize=bool(d.int(0, 1)),
+            bias=bool(d.pick(0, 1)),
+            scoring=("sigmoid", "softmax")[d.pick(0, 1)],
+            renormalize=bool(d.pick(0, 1)),
         ),
         check_router,
     ),
@@ -229,14 +236,14 @@ SMALL: dict[str, tuple[Callable[[Draw, int, int], Case], Checker]] = {
             d,
             m,
             k,
-            32 * d.int(1, 3),
+            32 * d.pick(1, 3),
             6,
             3,
-            hidden=(0, 80)[d.int(0, 1)],
-            shared=(0, 24)[d.int(0, 1)],
-            merged=bool(d.int(0, 1)),
-            mxfp4=bool(d.int(0, 1)),
-            activation=("situ", "silu")[d.int(0, 1)],
+            hidden=(0, 80)[d.pick(0, 1)],
+            shared=(0, 24)[d.pick(0, 1)],
+            merged=bool(d.pick(0, 1)),
+            mxfp4=bool(d.pick(0, 1)),
+            activation=("situ", "silu")[d.pick(0, 1)],
         ),
         check_experts,
     ),
@@ -249,7 +256,7 @@ SMALL: dict[str, tuple[Callable[[Draw, int, int], Case], Checker]] = {
 def test_small_sizes(name: str, seed: int) -> None:
     build, check = SMALL[name]
     draw = Draw(seed + 1000, strided=bool(seed % 2))
-    case = build(draw, draw.int(1, 9), 32 * draw.int(2, 6))
+    case = build(draw, draw.pick(1, 9), 32 * draw.pick(2, 6))
     check(case, case())
 
 

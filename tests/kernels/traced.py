@@ -7,11 +7,12 @@ from functools import cache
 from typing import Any
 
 import torch
-from k3fuse.kernels.common.composition import Composition
 from torch import Tensor, fx
 from torch._functorch.aot_autograd import aot_module_simplified
 
-_LIBRARY: Any = torch.library.Library("k3fuse_test", "FRAGMENT")
+from k3fuse.kernels.common.composition import Composition
+
+_LIBRARY: Any = torch.library.Library("k3fuse_test", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 def _accumulate_(out: Tensor, bank: Tensor, x: Tensor, slot: int, scale: float) -> None:
@@ -39,9 +40,9 @@ def trace(
     graphs: list[fx.Graph] = []
 
     def backend(gm: fx.GraphModule, example: Sequence[Any]) -> Any:
-        def compiler(aot: fx.GraphModule, _: Sequence[Any]) -> Any:
-            graphs.append(aot.graph)
-            return aot.forward
+        def compiler(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+            graphs.append(gm.graph)
+            return gm.forward
 
         return aot_module_simplified(
             gm, example, fw_compiler=compiler, decompositions=decompositions

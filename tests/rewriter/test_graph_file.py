@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
 from k3fuse.kernels.common.encoding import Json
 from k3fuse.rewriter.graph_file import (
     SCHEMA,
@@ -23,8 +26,6 @@ from k3fuse.rewriter.graph_file import (
     source_line,
 )
 from k3fuse.rewriter.graph_load import parse_graph
-from torch import fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
 META: dict[str, Json] = {"name": "small", "tp": 2, "m": None, "groups": {"tp:0": 2}}
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 import torch
+
 from k3fuse.patterns.sources.vllm_k3 import capture, environment, layers
 from k3fuse.patterns.sources.vllm_k3.capture import Captured, Job
 from k3fuse.patterns.sources.vllm_k3.environment import CaptureError

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+
 from k3fuse.kernels.common.encoding import Json
 from k3fuse.patterns.sources.vllm_k3 import layers as vllm_layers
 from k3fuse.patterns.sources.vllm_k3.environment import CaptureError
@@ -113,6 +114,7 @@ def _trace(step: Callable[..., Any], job: Job, *args: Any, **kwargs: Any) -> Cap
         def compiler(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             found.append(Captured(graph, _origins(gm)))
             _name_kernels(graph)
+            _drop_own_frames(graph)
             return _boxed(graph)
 
         compiled: Callable[..., Any] = aot_autograd(
@@ -183,6 +185,14 @@ def _name_kernels(graph: fx.GraphModule) -> None:
             while hasattr(kernel, "fn"):  # JIT function, and an autotuner around it
                 kernel = kernel.fn
             node.meta["triton_kernel"] = f"{kernel.__module__}.{kernel.__qualname__}"
+
+
+def _drop_own_frames(graph: fx.GraphModule) -> None:
+    """Let an attention core's source be vLLM's call, not a line of this package."""
+    own = re.compile(rf'  File "{re.escape(str(Path(__file__).parent))}[^\n]*\n(    [^\n]*\n?)?')
+    for node in graph.graph.nodes:
+        if node.meta.get("stack_trace"):
+            node.meta["stack_trace"] = own.sub("", node.meta["stack_trace"])
 
 
 def _place(captured: Captured, prefix: str) -> None:

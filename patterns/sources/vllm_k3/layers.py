@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+
 from k3fuse.patterns.sources.vllm_k3.environment import CaptureError, CudaToMeta
 
 HIDDEN = 7168

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from k3fuse.patterns.models import KdaState, KimiK3, KimiK3Config, MlaState, init_weights
 from k3fuse.patterns.models.attn_res import AttnRes, Blocks, attn_res_mix
 from k3fuse.patterns.models.kda import KimiDeltaAttention, kda_step
@@ -14,8 +16,6 @@ from k3fuse.patterns.models.mla import GatedLatentAttention
 from k3fuse.patterns.models.moe import GatedMlp, LatentMoe, MxExperts, Router
 from k3fuse.patterns.models.mx import E2M1_VALUES, mxfp8_round
 from k3fuse.patterns.models.parallel import TensorParallel
-from torch import Tensor
-
 from tests.tolerances import assert_close
 
 CONFIG = KimiK3Config.small()

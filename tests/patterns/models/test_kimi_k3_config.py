@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+
 from k3fuse.patterns.models import KimiK3Config
 
 PUBLISHED = KimiK3Config()

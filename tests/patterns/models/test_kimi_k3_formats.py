@@ -6,13 +6,11 @@ import math
 
 import pytest
 import torch
+
 from k3fuse.patterns.models.moe import select_experts
-from k3fuse.patterns.models.mx import E2M1_VALUES, mxfp4_dequantise, mxfp8_round
+from k3fuse.patterns.models.mx import E2M1_VALUES, e2m1_decode, mxfp4_dequantise, mxfp8_round
 from k3fuse.patterns.models.parallel import rms_norm, situ
-
 from tests.tolerances import assert_close
-
-TABLE = torch.tensor(E2M1_VALUES)
 
 
 def e4m3_value(code: int) -> float:
@@ -37,12 +35,14 @@ def test_e2m1_table_by_bits() -> None:
         exponent, mantissa = (code >> 1) & 3, code & 1
         size = mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2 ** (exponent - 1)
         assert E2M1_VALUES[code] == (-size if code & 8 else size)
+    decoded = e2m1_decode(torch.arange(16, dtype=torch.uint8))
+    assert decoded.view(torch.int32).equal(torch.tensor(E2M1_VALUES).view(torch.int32))
 
 
 def test_mxfp4_low_nibble_first_and_scale_by_group() -> None:
     packed = torch.arange(256, dtype=torch.uint8).view(2, 128)
     scale = torch.tensor([[127, 126, 128, 120, 130, 3, 250, 127]] * 2, dtype=torch.uint8)
-    values = mxfp4_dequantise(packed, scale, TABLE)
+    values = mxfp4_dequantise(packed, scale)
     assert values.shape == (2, 256)
     assert values.dtype == torch.float32
     for row in range(2):

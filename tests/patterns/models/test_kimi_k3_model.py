@@ -8,6 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from k3fuse.patterns.models import (
     KdaState,
     KimiK3,
@@ -15,11 +19,9 @@ from k3fuse.patterns.models import (
     MlaState,
     greedy_decode,
     init_weights,
+    mark_dynamic_rows,
     new_state,
 )
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 CONFIG = KimiK3Config.small()
 FIRST = torch.tensor([1, 2, 3, 4])
@@ -122,6 +124,27 @@ def test_dynamo_fullgraph_equals_eager(attn_res: str) -> None:
     compiled = torch.compile(model, backend=counted, fullgraph=True)
     assert torch.equal(greedy_decode(compiled, FIRST, 8), greedy_decode(model, FIRST, 8))
     assert len(calls) == 1
+
+
+def test_one_dynamic_graph_serves_every_m() -> None:
+    model = built(num_layers=4)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def kept(module: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append(module)
+        return module
+
+    compiled = torch.compile(model, backend=kept, fullgraph=True)
+    for m in (3, 6, 2):
+        x = torch.randn(m, CONFIG.hidden_size, generator=torch.Generator().manual_seed(m))
+        rows, state = x.to(torch.bfloat16), model.new_state(m, 4)
+        mark_dynamic_rows(rows, state)
+        assert torch.equal(compiled(rows, state), model(rows, model.new_state(m, 4)))
+    assert len(graphs) == 1
+    values = [node.meta.get("example_value") for node in graphs[0].graph.nodes]
+    symbols = {str(value) for value in values if isinstance(value, torch.SymInt)}
+    assert len(symbols) == 1
+    assert not any(isinstance(value, torch.SymFloat) for value in values)
 
 
 class CountOps(TorchDispatchMode):  # type: ignore[no-untyped-call]

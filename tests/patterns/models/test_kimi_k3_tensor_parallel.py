@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from k3fuse.patterns.models import KimiK3, KimiK3Config, init_weights
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import start_processes
 
+from k3fuse.patterns.models import KimiK3, KimiK3Config, init_weights
 from tests.tolerances import assert_close
 
 CONFIG = KimiK3Config.small()

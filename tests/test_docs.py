@@ -1,0 +1,208 @@
+"""The docs against the code: generated parts, links, pages, commands and examples."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import runpy
+import shlex
+from pathlib import Path
+from types import ModuleType
+
+import click
+import pytest
+
+from k3fuse.rewriter.cli import main as command
+from k3fuse.rewriter.options import Options
+from k3fuse.rewriter.pattern import load_patterns
+from k3fuse.rewriter.reasons import HINTS, Code
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+_FENCE = re.compile(r"```.*?```", re.DOTALL)
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+
+@pytest.fixture(scope="module")
+def generate() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_generate", DOCS / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+
+
+def page_id(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_generated_parts_are_up_to_date(page: Path, generate: ModuleType) -> None:
+    text = page.read_text()
+    assert generate.render(text) == text, "run: python docs/generate.py"
+
+
+def test_a_stale_part_is_noticed(generate: ModuleType) -> None:
+    text = (DOCS / "patterns" / "router.md").read_text()
+    stale = text.replace("`E = 896`", "`E = 895`")
+    assert stale != text
+    assert generate.render(stale) == text
+
+
+def test_an_unknown_generated_part_is_an_error(generate: ModuleType) -> None:
+    with pytest.raises(ValueError, match="'nothing' is unknown"):
+        generate.render("<!-- generated: nothing at all -->\n<!-- end generated -->")
+
+
+# --- links --------------------------------------------------------------------------------------
+
+
+def anchors(page: Path) -> set[str]:
+    """Heading anchors of a page, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", _FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-") for h in headings}
+
+
+def broken(page: Path, text: str) -> list[str]:
+    """Relative links of a page that lead nowhere."""
+    found = []
+    for link in _LINK.findall(_FENCE.sub("", text)):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            found.append(link)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_links_lead_somewhere(page: Path) -> None:
+    assert broken(page, page.read_text()) == []
+
+
+def test_broken_links_are_noticed() -> None:
+    index = DOCS / "index.md"
+    text = "[a](options.md) [b](nowhere.md) [c](index.md#patterns) [d](#none) [e](https://x.org)"
+    assert broken(index, text) == ["nowhere.md", "#none"]
+
+
+def test_every_page_is_reachable_from_the_readme() -> None:
+    seen: set[Path] = set()
+    todo = [ROOT / "README.md"]
+    while todo:
+        page = todo.pop()
+        if page in seen or page.suffix != ".md":
+            continue
+        seen.add(page)
+        links = [k.partition("#")[0] for k in _LINK.findall(_FENCE.sub("", page.read_text()))]
+        todo += [(page.parent / k).resolve() for k in links if k and not re.match(r"[a-z]+:", k)]
+    assert {p.resolve() for p in PAGES} - seen == set()
+
+
+# --- pages --------------------------------------------------------------------------------------
+
+
+def test_every_code_has_a_page_and_a_fix() -> None:
+    pages = {p.stem for p in (DOCS / "reasons").glob("*.md")} - {"README"}
+    assert pages == {c.value for c in Code}
+    assert set(HINTS) == set(Code)
+    for code in Code:
+        text = (DOCS / "reasons" / f"{code}.md").read_text()
+        assert text.startswith(f"# {code}\n"), code
+        meaning = text.split("\n\n")[1]
+        assert len(meaning) > 40, f"{code} has no meaning"
+
+
+def test_every_code_that_is_given_has_an_example() -> None:
+    reserved = {c for c in Code if "Reserved:" in (DOCS / "reasons" / f"{c}.md").read_text()}
+    source = "".join(
+        p.read_text()
+        for folder in ("rewriter", "patterns")
+        for p in (ROOT / folder).rglob("*.py")
+        if p.name != "reasons.py"
+    )
+    given = {c for c in Code if f"Code.{c.name}" in source}
+    assert reserved == set(Code) - given
+    for code in given:
+        assert "```text\n" in (DOCS / "reasons" / f"{code}.md").read_text(), code
+
+
+def test_every_pattern_has_a_page() -> None:
+    pages = {p.stem for p in (DOCS / "patterns").glob("*.md")}
+    assert pages == {p.name for p in load_patterns()}
+
+
+def test_every_option_is_described(generate: ModuleType) -> None:
+    texts = generate.option_texts()
+    assert list(texts) == list(Options.__dataclass_fields__)
+    assert all(len(t) > 10 for t in texts.values())
+
+
+# --- commands and examples ----------------------------------------------------------------------
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Words of every `$ k3fuse ...` line in a page's console blocks."""
+    return [shlex.split(x) for x in re.findall(r"^\$ .*?\b(k3fuse .+)$", page.read_text(), re.M)]
+
+
+def check_command(words: list[str]) -> None:
+    """Parse a shown command with the real one; raises click.UsageError where it would not run."""
+    group: click.Command = command
+    rest = words[1:]
+    context = click.Context(group)
+    while isinstance(group, click.Group):
+        found = group.get_command(context, rest[0])
+        if found is None:
+            raise click.UsageError(f"no command {rest[0]}")
+        group, rest = found, rest[1:]
+    group.make_context("k3fuse", list(rest))
+
+
+SHOWN = [(page, words) for page in PAGES for words in commands(page)]
+
+
+def test_the_docs_show_commands() -> None:
+    assert len(SHOWN) >= 8
+    assert {w[1] for _, w in SHOWN} >= {"inspect", "explain", "diff", "check", "run"}
+
+
+@pytest.mark.parametrize(
+    ("page", "words"), SHOWN, ids=lambda v: v.name if isinstance(v, Path) else ""
+)
+def test_shown_commands_are_well_formed(page: Path, words: list[str]) -> None:
+    check_command(words)
+
+
+def test_a_wrong_command_is_noticed() -> None:
+    with pytest.raises(click.UsageError):
+        check_command(["k3fuse", "inspect", "kimi-k3", "--wrong"])
+
+
+def test_the_readme_has_two_commands_with_scripts() -> None:
+    shown = re.findall(r"```bash\n(.*?)\n```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert shown == ["bash docs/first_run.sh", "bash tests/run.sh"]
+    for line in shown:
+        assert (ROOT / line.split()[1]).is_file()
+
+
+def example(page: Path) -> str:
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    return max(blocks, key=len)
+
+
+def test_the_pattern_example_runs(tmp_path: Path) -> None:
+    file = tmp_path / "example.py"
+    file.write_text(example(DOCS / "writing_a_pattern.md"))
+    names = runpy.run_path(str(file))
+    # The last run is the control: 65 rows, refused.
+    assert names["report"]["patterns"]["silu_mul"] == {
+        "expected": None, "found": 0, "near": 0, "refused": 1,
+    }  # fmt: skip
+    _, accepted = names["run"](rows=8)
+    assert accepted["patterns"]["silu_mul"]["found"] == 1

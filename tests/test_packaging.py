@@ -1,0 +1,136 @@
+"""What is installed, and what importing it does."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("rewriter", "patterns", "kernels")
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+GROUPS = ("torch_dynamo_backends", "k3fuse.patterns", "k3fuse.sources", "console_scripts")
+
+
+def modules() -> list[Path]:
+    return sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py"))
+
+
+def run(code: str, *flags: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *flags, "-c", code], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def test_every_package_is_listed() -> None:
+    found = {
+        "k3fuse." + ".".join(p.parent.relative_to(ROOT).parts)
+        for p in modules()
+        if p.name == "__init__.py"
+    }
+    listed = PROJECT["tool"]["setuptools"]["packages"]
+    assert len(listed) == len(set(listed))
+    assert found == {p for p in listed if p.startswith(tuple(f"k3fuse.{f}" for f in FOLDERS))}
+
+
+def test_every_module_is_in_a_package() -> None:
+    orphans = [p for p in modules() if not (p.parent / "__init__.py").exists()]
+    assert orphans == []
+
+
+def test_every_root_is_typed() -> None:
+    for folder in FOLDERS:
+        assert (ROOT / folder / "py.typed").is_file(), folder
+        assert "py.typed" in PROJECT["tool"]["setuptools"]["package-data"][f"k3fuse.{folder}"]
+
+
+HEAVY = ("vllm", "triton", "cuda", "cutlass", "transformers", "torch._inductor", "torch._dynamo")
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Heavy modules that a statement loads in a new process, those of `import torch` aside."""
+    code = (
+        "import sys, json, torch, sympy; before = set(sys.modules)\n"
+        f"{statement}\n"
+        "print(json.dumps(sorted(set(sys.modules) - before)))"
+    )
+    names = json.loads(run(code))
+    return {n for n in names for h in HEAVY if n == h or n.startswith(h + ".")}
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_importing_a_package_loads_nothing_heavy(folder: str) -> None:
+    assert loaded_by(f"import k3fuse.{folder}") == set()
+
+
+def test_the_engine_loads_no_gpu_package() -> None:
+    statement = "import k3fuse.rewriter.engine; from k3fuse.rewriter.pattern import load_patterns\n"
+    heavy = loaded_by(statement + "load_patterns()")
+    assert {n for n in heavy if n.partition(".")[0] in ("vllm", "cuda", "cutlass")} == set()
+
+
+def test_a_heavy_import_is_noticed() -> None:
+    assert "torch._dynamo" in loaded_by("import torch._dynamo")
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_entry_points_resolve(group: str) -> None:
+    project = PROJECT["project"]
+    tables = {**project["entry-points"], "console_scripts": project["scripts"]}
+    mine = {e.name: e for e in entry_points(group=group) if e.value.startswith("k3fuse.")}
+    assert set(mine) == set(tables[group])
+    for name, entry in mine.items():
+        assert entry.value == tables[group][name]
+        assert entry.load() is not None
+
+
+def test_optimised_mode_works() -> None:
+    out = run(
+        "from k3fuse.rewriter.pattern import load_patterns\n"
+        "from k3fuse.rewriter import backend, cli\n"
+        "print(sorted(p.name for p in load_patterns()), __debug__)",
+        "-OO",
+    )
+    assert "'router'" in out
+    assert out.strip().endswith("False")
+
+
+def asserts(source: str) -> list[int]:
+    return [n.lineno for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Assert)]
+
+
+def test_no_assert_outside_tests() -> None:
+    found = {str(p.relative_to(ROOT)): asserts(p.read_text()) for p in modules()}
+    assert len(found) > 60
+    assert {p: lines for p, lines in found.items() if lines} == {}
+    assert asserts("x = 1\nassert x") == [2]
+
+
+def test_a_wheel_holds_every_module(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE", *FOLDERS):
+        (source / name).symlink_to(ROOT / name)
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "--no-deps", "-q", "-w", str(tmp_path), str(source)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    (wheel,) = tmp_path.glob("k3fuse-*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    expected = {f"k3fuse/{p.relative_to(ROOT)}" for p in modules()}
+    expected |= {f"k3fuse/{folder}/py.typed" for folder in FOLDERS}
+    assert {n for n in names if n.startswith("k3fuse/")} == expected
+    assert any(n.endswith("licenses/LICENSE") for n in names)
