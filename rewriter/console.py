@@ -81,6 +81,7 @@ def report_text(saved: SavedReport) -> list[Any]:
         table.add_row(name, expected, *row, ", ".join(kernels) or "-")
     parts: list[Any] = [table]
     parts += reasons(saved.sites)[:6]
+    parts += [f"note: {note}" for note in d["notes"]]
     counts = d["launches"]
     if any(v is not None for v in counts.values()):
         parts.append(

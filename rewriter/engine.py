@@ -170,6 +170,8 @@ def _judge(
         seen=view.notes.setdefault("guards", {}),
     )
     site.refuse(*reasons) if reasons else None
+    if other := _other_group(site, target):
+        site.refuse(other)
     if unsafe := safety.check(site, view):
         site.refuse(*unsafe)
     if site.pattern in options.disable:
@@ -192,6 +194,20 @@ def _judge(
                 actual="none",
             )
         )
+
+
+def _other_group(site: Site, target: Target) -> Reason | None:
+    """Why a site whose ranks are not the target's is left: its kernels are for another split."""
+    ranks = next((v for s, v in site.values.items() if s.name == "TP"), None)
+    if target.is_reference or ranks is None or ranks == target.tp:
+        return None
+    return Reason(
+        Code.GROUP_MISMATCH,
+        f"the graph reduces over {ranks} ranks, target {target.name} is for {target.tp}",
+        (site.anchor.name,),
+        expected=str(target.tp),
+        actual=str(ranks),
+    )
 
 
 def _shadow(report: Report, patterns: tuple[Pattern, ...]) -> None:

@@ -55,6 +55,7 @@ def inspect_source(
         report = rewrite(
             graph.module, options, source=graph.name, progress=progress, texts=dump is not None
         )
+        report.notes += graph.notes
         if dump is not None:
             progress("write dump")
             several = number if len(graphs) > 1 else 0

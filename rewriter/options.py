@@ -11,7 +11,7 @@ from typing import Any, Literal
 from k3fuse.rewriter.target import Target
 
 INNER = ("inductor", "aot_eager", "eager")
-VALIDATE = ("off", "structure", "values")
+VALIDATE = ("off", "structure")
 LOG = ("off", "summary", "explain", "all")
 
 
@@ -43,7 +43,7 @@ class Options:
     disable: tuple[str, ...] = ()
     only_layers: tuple[int, ...] | None = None
     first_layer: int = 0
-    validate: Literal["off", "structure", "values"] = "structure"
+    validate: Literal["off", "structure"] = "structure"
     log: Literal["off", "summary", "explain", "all"] = "summary"
     dump_dir: str = ""
     groups: Mapping[str, int] = field(default_factory=dict)

@@ -31,6 +31,7 @@ class SourceGraph:
     groups: Mapping[str, int] = field(default_factory=dict)
     expected: Mapping[str, int] = field(default_factory=dict)
     first_layer: int = 0
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -126,11 +127,13 @@ def capture(
 ) -> list[SourceGraph]:
     """Call `module` once under torch.compile and keep every functional ATen graph it makes.
 
+    A model that Dynamo broke into several graphs says so in the first graph's notes.
     Raises SourceError with the place where Dynamo broke when no graph comes out.
     """
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.exc import TorchDynamoException
+    from torch._dynamo.utils import counters
 
     graphs: list[fx.GraphModule] = []
 
@@ -140,6 +143,7 @@ def capture(
 
     backend = aot_autograd(fw_compiler=keep, inference_compiler=keep)
     torch._dynamo.reset()
+    counters["graph_break"].clear()
     try:
         with torch.no_grad():
             torch.compile(module, backend=backend, fullgraph=fullgraph)(*args, **kwargs)
@@ -152,7 +156,10 @@ def capture(
             f"{name}: no graph came out; Dynamo broke at {_breaks()}; compile a module that traces"
         )
     suffix = "" if len(graphs) == 1 else "#{}"
-    return [SourceGraph(g, name + suffix.format(i)) for i, g in enumerate(graphs)]
+    found = [SourceGraph(g, name + suffix.format(i)) for i, g in enumerate(graphs)]
+    if counters["graph_break"]:
+        found[0].notes = (f"Dynamo broke the model apart, first at {_breaks()}",)
+    return found
 
 
 def _first_lines(error: Exception) -> str:

@@ -11,27 +11,26 @@ from k3fuse.kernels.common.numerics import rms_norm
 
 
 def sources(blocks: Sequence[Tensor], num_blocks: int, prefix: Tensor) -> Tensor:
-    """The num_blocks + 1 residual sources [S, M, H] in FP32, the prefix last.
+    """The num_blocks + 1 residual sources [M, S, H] in FP32, the prefix last.
 
     `blocks` is one bank [>= M, >= num_blocks, H], of which the first slots are read, or
     `num_blocks` tensors [M, H].
     """
     if num_blocks and blocks[0].dim() == 3:
-        slots = list(blocks[0][: prefix.shape[0], :num_blocks].unbind(1))
-    else:
-        slots = list(blocks[:num_blocks])
-    return torch.stack([t.float() for t in (*slots, prefix)])
+        bank = blocks[0][: prefix.shape[0], :num_blocks]
+        return torch.cat([bank, prefix.unsqueeze(1)], dim=1).float()
+    return torch.stack([*blocks[:num_blocks], prefix], dim=1).float()
 
 
 def mix(values: Tensor, norm_weight: Tensor, proj_weight: Tensor, eps: float) -> Tensor:
-    """Mix of un-normalised sources [S, M, H] -> [M, H], FP32.
+    """Mix of un-normalised sources [M, S, H] -> [M, H], FP32.
 
     score_j = sum_d v_j[d] * w_norm[d] * w_proj[d] * rsqrt(mean(v_j^2) + eps); the weights of the
     mix are the softmax of the scores over the sources.
     """
     dot = (values * (norm_weight.float() * proj_weight.float())).sum(-1)
     scores = dot * torch.rsqrt(values.square().mean(-1) + eps)
-    return (torch.softmax(scores, dim=0).unsqueeze(-1) * values).sum(0)
+    return (torch.softmax(scores, dim=-1).unsqueeze(-1) * values).sum(1)
 
 
 def attn_res(

@@ -1,7 +1,9 @@
-"""The all-reduce of the references: partials added in rank order in FP32, rounded once.
+"""All-reduce, twice: the group's own, which the references use, and the one the kernels keep to.
 
-The order is part of the meaning: all ranks get the same bits, and a mailbox kernel that polls the
-slots in rank order gets them too. Ring and tree all-reduces promise neither.
+A reference stands for the graph it replaces, so it reduces as that graph does, with whatever order
+and rounding the group's backend has. The kernels promise more: partials added in rank order in
+FP32 and rounded once, the same bits on every rank and for every batch; `ordered_all_reduce` is
+their oracle. Ring and tree all-reduces promise neither.
 """
 
 from __future__ import annotations
@@ -15,7 +17,21 @@ from torch import Tensor
 
 
 def all_reduce(partial: Tensor, group: str) -> Tensor:
-    """Sum of `partial` over the ranks of `group`, in the dtype of `partial`; "" is the identity.
+    """Sum of `partial` by the group's own collective, in its dtype; "" is the identity.
+
+    Every rank of the group has to call it with the same shape and dtype. Raises ValueError for a
+    group that this process does not have.
+    """
+    if not group:
+        return partial
+    process_group = resolve_group(group)
+    total = partial.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=process_group)
+    return total
+
+
+def ordered_all_reduce(partial: Tensor, group: str) -> Tensor:
+    """Sum of `partial` in rank order in FP32, rounded once to its dtype; "" is the identity.
 
     Every rank of the group has to call it with the same shape and dtype. Raises ValueError for a
     group that this process does not have.

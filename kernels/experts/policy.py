@@ -1,7 +1,7 @@
-"""Which kernel serves the experts: one persistent grid, shared expert and tail included."""
+"""Which kernels serve the experts: a persistent grid with the shared expert inside, then the tail."""
 
 from __future__ import annotations
 
 from k3fuse.kernels.common.policy import planned, table
 
-TABLE = table("experts", planned(1, 64, "mx_experts", 1))
+TABLE = table("experts", planned(1, 64, "mx_experts_and_latent_tail", 2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import permutations
 from typing import Any, ClassVar
 
 import torch
@@ -258,16 +259,15 @@ def _stored(view: GraphView, base: Any) -> fx.Node | None:
 def _roles(found: list[fx.Node], width: Any) -> dict[str, fx.Node] | None:
     packed = [w for w in found if dtype_of(w) == torch.uint8]
     if packed:
-        by_last: dict[str, list[fx.Node]] = {"in": [], "out": []}
-        for weight in packed:
-            _, rows, last = shape_of(weight)
-            side = "out" if rows == width and last not in (width // 2, width // MX_GROUP) else "in"
-            by_last[side].append(weight)
-        if len(by_last["in"]) != 2 or len(by_last["out"]) != 2:
+        if len(packed) != 4:
             return None
-        w13_scale, w13 = sorted(by_last["in"], key=lambda w: shape_of(w)[-1])
-        w2_scale, w2 = sorted(by_last["out"], key=lambda w: shape_of(w)[-1])
-        return {"w13": w13, "w13_scale": w13_scale, "w2": w2, "w2_scale": w2_scale}
+        for order in permutations(packed):
+            w13, w13_scale, w2, w2_scale = (shape_of(w)[1:] for w in order)
+            single = w13[0] // 2
+            fits = w13 == (2 * single, width // 2) and w13_scale == (2 * single, width // MX_GROUP)
+            if fits and w2 == (width, single // 2) and w2_scale == (width, single // MX_GROUP):
+                return dict(zip(("w13", "w13_scale", "w2", "w2_scale"), order, strict=True))
+        return None
     if len(found) != 2:
         return None
     for w13, w2 in (found, found[::-1]):

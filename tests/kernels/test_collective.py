@@ -23,7 +23,7 @@ from op_cases import (
 )
 from torch import Tensor
 
-from k3fuse.kernels.common.collective import all_reduce, ordered_sum
+from k3fuse.kernels.common.collective import all_reduce, ordered_all_reduce, ordered_sum
 
 WORLD = 2
 BIG = 2.0**24
@@ -50,6 +50,7 @@ def test_sum_is_fp32_and_rounded_once() -> None:
 def test_empty_group_is_the_identity() -> None:
     x = torch.randn(3, 4)
     assert all_reduce(x, "") is x
+    assert ordered_all_reduce(x, "") is x
 
 
 def test_unknown_group_says_what_is_missing() -> None:
@@ -105,7 +106,12 @@ def _worker(rank: int, folder: str) -> None:
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD
     )
     name = dist.group.WORLD.group_name  # type: ignore[union-attr]
-    result: dict[str, Any] = {"sums": [all_reduce(t, name) for t in _inputs(rank)]}
+    result: dict[str, Any] = {"sums": [ordered_all_reduce(t, name) for t in _inputs(rank)]}
+    stock = [t.clone(memory_format=torch.contiguous_format) for t in _inputs(rank)]
+    for t in stock:
+        dist.all_reduce(t)
+    result["own"] = [all_reduce(t, name) for t in _inputs(rank)]
+    result["stock"] = stock
     result["ops"] = {key: case() for key, case in _cases(rank, name).items()}
     compiled = torch.compile(_compiled, backend="aot_eager", fullgraph=True)
     case = _cases(rank, name)["tail"]
@@ -141,6 +147,14 @@ def test_two_ranks_get_the_ordered_sum_bit_for_bit(ranks: list[dict[str, Any]]) 
             got = rank["sums"][i]
             assert got.dtype == expected.dtype
             assert torch.equal(got, expected), i
+
+
+def test_references_reduce_as_the_group_does(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        for own, stock in zip(rank["own"], rank["stock"], strict=True):
+            assert torch.equal(own, stock)
+    # Control: the reduction happened.
+    assert not torch.equal(ranks[0]["own"][1], _inputs(0)[1])
 
 
 def test_two_ranks_agree_on_every_op(ranks: list[dict[str, Any]]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from build import BF16, LEVELS, Hand, aten, found, refused, rows, stock_ops, trace
+from build import BF16, LEVELS, Hand, aten, compiled_graphs, found, refused, rows, stock_ops, trace
 from torch import Tensor, fx
 
 from k3fuse.rewriter.recognise.rms_norm import AddRmsNorm, RmsNorm

@@ -1,0 +1,81 @@
+"""Sites in the stored decode graphs of vLLM: all found, none near, in every file."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from build import DATA, run, run_stored, stored
+from k3fuse.rewriter.graph_text import graph_text
+
+FILES = sorted(p.stem for p in DATA.glob("*.json"))
+
+
+def expected(name: str) -> dict[str, int]:
+    """Sites of one file. vLLM applies the final norm with the logits, so `final` is a mix alone."""
+    dense = {"attention_projection": 1, "output_projection": 1, "router": 0, "experts": 0}
+    if name.startswith("final"):
+        return {**dict.fromkeys(dense, 0), "attn_res": 1}
+    if name.startswith("stack5"):
+        return {
+            "attention_projection": 5, "output_projection": 5, "router": 4, "experts": 4,
+            "attn_res": 6,
+        }  # fmt: skip
+    moe = 0 if name.startswith("layer0") else 1
+    return {**dense, "router": moe, "experts": moe, "attn_res": 1}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_site_of_a_stored_graph_is_found(name: str) -> None:
+    file, report = run_stored(name)
+    counts = report.counts()
+    assert {n: c.found for n, c in counts.items()} == expected(name)
+    assert sum(c.near + c.refused for c in counts.values()) == 0, report.reason_lines()
+    m = file.meta["m"]
+    assert report.m == ("s0" if m in ("dyn", None) else m)
+    file.module.graph.lint()
+    fused = [n for n in file.module.graph.nodes if str(n.target).startswith("k3fuse.")]
+    assert len(fused) == sum(expected(name).values())
+    for node in fused:
+        assert node.kwargs["target"] == f"gb300:tp{file.meta['tp']}"
+        assert node.kwargs["composition"]
+        assert node.kwargs.get("group", "tp:0") == "tp:0"
+
+
+def test_layers_of_a_stack_are_numbered() -> None:
+    _, report = run_stored("stack5_tp8_m4_opaque")
+    for pattern, first in (("attention_projection", 0), ("output_projection", 0), ("router", 1), ("experts", 1)):
+        layers = [s.layer for s in report.sites if s.pattern == pattern]
+        assert layers == list(range(first, 5)), pattern
+    assert [s.layer for s in report.sites if s.form.startswith("mla")] == [3]
+
+
+@pytest.mark.parametrize("name", ["layer12_tp8_m4_opaque", "layer91_tp16_m8_opaque"])
+def test_one_layer_keeps_its_number(name: str) -> None:
+    layer = int(re.findall(r"\d+", name)[0])
+    _, report = run_stored(name)
+    assert {s.layer for s in report.sites} == {layer}
+
+
+def test_without_a_plan_no_kernel_is_there_and_nothing_changes() -> None:
+    file = stored("layer1_tp8_m4_opaque")
+    before = graph_text(file.module.graph)
+    report = run(file.module, "gb300:tp8", groups=file.meta["groups"])
+    unavailable = [s for s in report.sites if s.reasons[0].code.value == "KERNEL_UNAVAILABLE"]
+    assert len(unavailable) == len(report.sites) == 5
+    assert graph_text(file.module.graph) == before
+    assert report.nodes_before == report.nodes_after
+    assert "planned: " in unavailable[0].reasons[0].sentence
+    assert run_stored("layer1_tp8_m4_opaque")[1].nodes_after < report.nodes_before  # the control
+
+
+@pytest.mark.parametrize(("target", "code"), [("gb300:tp16", "TP_UNSUPPORTED"), ("gb300:tp8", None)])
+def test_a_group_of_unknown_size_is_not_assumed(target: str, code: str | None) -> None:
+    file = stored("layer1_tp8_m4_opaque")
+    groups = {} if code else file.meta["groups"]
+    report = run(file.module, target, plan=True, groups=groups)
+    reduced = [s for s in report.sites if s.pattern in ("output_projection", "router", "experts")]
+    assert len(reduced) == 3
+    for site in reduced:
+        codes = {r.code.value for r in site.reasons}
+        assert (code in codes) if code else not codes
