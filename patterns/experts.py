@@ -31,7 +31,9 @@ from k3fuse.rewriter.target import Target
 from k3fuse.rewriter.view import GraphView, op_of, shape_of
 
 _E, _I, _L, _TOP_K = sympy.symbols("E I L top_k", integer=True, nonnegative=True)
-_ACTIVATION, _EXPERTS_DTYPE, _GROUPS = sympy.symbols("activation experts_dtype groups")
+_ACTIVATION, _EXPERTS_DTYPE, _GROUPS, _ROUNDING = sympy.symbols(
+    "activation experts_dtype groups latent_norm_rounding"
+)
 _HIDDEN = s.name("hidden")
 
 
@@ -161,6 +163,11 @@ class Experts(Pattern):
             "experts are MXFP4 in uint8 pairs",
             scope="kernel",
         ),
+        Guard(
+            Or(Eq(_ROUNDING, s.name("before_weight")), Eq(_ROUNDING, s.name("as_given"))),
+            Code.ATTR_MISMATCH,
+            "behind an opaque op the latent row is rounded before the norm's weight, as vLLM does",
+        ),
         s.ROWS_BF16,
         s.WEIGHTS_BF16,
         s.IN_PLACE,
@@ -220,6 +227,8 @@ class Experts(Pattern):
         values = self._tail_values(view, found)
         values |= {_E: s.value(0), _I: s.value(0), _TOP_K: s.value(0)}
         values |= {_ACTIVATION: _HIDDEN, _EXPERTS_DTYPE: _HIDDEN}
+        before = found.norm is None or found.norm.round_before_weight
+        values[_ROUNDING] = s.name("before_weight" if before else "after_weight")
         norm, up = found.norm, found.up
         return Site(
             self.name,
@@ -252,6 +261,7 @@ class Experts(Pattern):
             _I: s.value(shape_of(routed.w13)[1] // 2),
             _TOP_K: s.value(shape_of(routed.ids)[1]),
             _ACTIVATION: s.name(routed.activation),
+            _ROUNDING: s.name("as_given"),
             _EXPERTS_DTYPE: s.value(dtype_of(routed.w13)) if packed else s.common_dtype(routed.w13),
         }
         same = mlp is None or (

@@ -63,26 +63,12 @@ def k3fuse(
 
 def _rewrite(module: fx.GraphModule, options: Options) -> Report:
     """Rewrite one AOT graph so that all ranks end with the same graph."""
-    original = (
-        fx.GraphModule(module, _copy(module.graph)) if torch.distributed.is_initialized() else None
-    )
-    report = rewrite(module, options, source="torch.compile")
-    if original is not None:
-        differing = agree(report.site_hash())
-        if differing:
-            module.graph = original.graph
-            module.recompile()
-            reason = Reason(
-                Code.RANK_DISAGREES,
-                f"ranks {differing} chose other sites than rank 0; all keep the stock graph",
-                expected="equal site hashes",
-                actual=report.site_hash(),
-            )
-            for site in report.found:
-                site.refuse(reason)
-            if options.strict:
-                raise StrictError(str(reason))
-            log.error("k3fuse: %s", reason)
+    report = rewrite(module, options, source="torch.compile", consent=_ask_ranks)
+    differs = [r for s in report.sites for r in s.reasons if r.code is Code.RANK_DISAGREES]
+    if differs:
+        if options.strict:
+            raise StrictError(str(differs[0]))
+        log.error("k3fuse: %s", differs[0])
     _REPORTS.append(report)
     if options.dump_dir:
         from k3fuse.rewriter.dump import write_dump
@@ -102,15 +88,19 @@ def _rewrite(module: fx.GraphModule, options: Options) -> Report:
     return report
 
 
-def _copy(graph: fx.Graph) -> fx.Graph:
-    new = fx.Graph()
-    val_map: dict[fx.Node, fx.Node] = {}
-    result = new.graph_copy(graph, val_map)
-    if result is not None:
-        new.output(result)
-    for old, copied in val_map.items():
-        copied.meta = dict(old.meta)
-    return new
+def _ask_ranks(report: Report) -> Reason | None:
+    """Every rank calls this once a graph, with sites or without; a difference stops all of them."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    differing = agree(report.site_hash())
+    if not differing:
+        return None
+    return Reason(
+        Code.RANK_DISAGREES,
+        f"ranks {differing} chose other sites than rank 0; all keep the stock graph",
+        expected="equal site hashes",
+        actual=report.site_hash(),
+    )
 
 
 def _is_first_rank() -> bool:

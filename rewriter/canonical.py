@@ -88,14 +88,37 @@ def op_of(node: fx.Node) -> str:
 
 
 def overload(node: fx.Node) -> OpOverload | None:
-    """Return the overload a node calls; a packet resolves to its default overload."""
+    """Return the overload a node calls; a packet resolves to the first that takes its arguments."""
     target = node.target
     if isinstance(target, OpOverload):
         return target
     if isinstance(target, OpOverloadPacket):
         names = target.overloads()  # type: ignore[no-untyped-call]
-        return getattr(target, "default" if "default" in names else names[0])  # type: ignore[no-any-return]
+        found = [getattr(target, n) for n in names]
+        return next((o for o in found if _takes(o, node)), found[0])
     return None
+
+
+def _takes(target: OpOverload, node: fx.Node) -> bool:
+    """Whether a node's arguments fit a schema: count, names, and tensors where tensors belong."""
+    schema = target._schema.arguments
+    positional = [a for a in schema if not a.kwarg_only]
+    if len(node.args) > len(positional) or not set(node.kwargs) <= {a.name for a in schema}:
+        return False
+    given = {a.name: v for a, v in zip(positional, node.args, strict=False)} | node.kwargs
+    for argument in schema:
+        if argument.name not in given:
+            if not argument.has_default_value():
+                return False
+        elif isinstance(argument.type, torch.TensorType) and not isinstance(
+            given[argument.name], (fx.Node, int, float)
+        ):
+            return False
+        elif isinstance(argument.type, torch.ListType) and not isinstance(
+            given[argument.name], (list, tuple)
+        ):
+            return False
+    return True
 
 
 @lru_cache(maxsize=4096)

@@ -37,6 +37,7 @@ def rewrite(
     progress: Progress | None = None,
     texts: bool = False,
     recompile: bool = True,
+    consent: Callable[[Report], Reason | None] | None = None,
 ) -> Report:
     """Rewrite `module` in place and report. A graph without an accepted site is not touched.
 
@@ -76,6 +77,9 @@ def rewrite(
             _judge(site, view, loaded, target, options)
         _shadow(report, loaded)
         _token_count(report)
+    if consent is not None and (objection := consent(report)) is not None:
+        for site in report.found:
+            site.refuse(objection)
     if not report.found or options.dry_run:
         report.seconds = time.perf_counter() - start
         return report

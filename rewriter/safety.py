@@ -90,7 +90,9 @@ def _mutations(site: Site, view: GraphView) -> list[Reason]:
         # Such a reader moves behind the op, past the write.
         names = (passed[0].node.name, below[0].name)
         sentence = f"{names[0]} writes between the site and {names[1]}, which reads its output"
-        return [Reason(Code.MUTATION_BETWEEN, sentence, names, "no write inside the site", names[0])]
+        return [
+            Reason(Code.MUTATION_BETWEEN, sentence, names, "no write inside the site", names[0])
+        ]
     found = {
         (m.index, root): m
         for root in read | made

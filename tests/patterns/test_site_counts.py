@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 from build import run
+
 from k3fuse.patterns.models.config import KimiK3Config
 from k3fuse.patterns.sources.kimi_k3 import FORMS, build
 from k3fuse.rewriter.graph_text import graph_text
@@ -106,7 +107,9 @@ def test_a_symbolic_token_count() -> None:
     report = rewritten(4, 8, None)
     check(report, 4)
     assert isinstance(report.m, str)
-    kernels = {s.kernel.name for s in report.sites if s.pattern == "attention_projection" and s.kernel}
+    kernels = {
+        s.kernel.name for s in report.sites if s.pattern == "attention_projection" and s.kernel
+    }
     assert kernels == {"stationary_gemm<=8, stream_gemm<=64"}
 
 

@@ -6,6 +6,7 @@ import re
 
 import pytest
 from build import DATA, run, run_stored, stored
+
 from k3fuse.rewriter.graph_text import graph_text
 
 FILES = sorted(p.stem for p in DATA.glob("*.json"))
@@ -44,7 +45,12 @@ def test_every_site_of_a_stored_graph_is_found(name: str) -> None:
 
 def test_layers_of_a_stack_are_numbered() -> None:
     _, report = run_stored("stack5_tp8_m4_opaque")
-    for pattern, first in (("attention_projection", 0), ("output_projection", 0), ("router", 1), ("experts", 1)):
+    for pattern, first in (
+        ("attention_projection", 0),
+        ("output_projection", 0),
+        ("router", 1),
+        ("experts", 1),
+    ):
         layers = [s.layer for s in report.sites if s.pattern == pattern]
         assert layers == list(range(first, 5)), pattern
     assert [s.layer for s in report.sites if s.form.startswith("mla")] == [3]
@@ -69,7 +75,9 @@ def test_without_a_plan_no_kernel_is_there_and_nothing_changes() -> None:
     assert run_stored("layer1_tp8_m4_opaque")[1].nodes_after < report.nodes_before  # the control
 
 
-@pytest.mark.parametrize(("target", "code"), [("gb300:tp16", "TP_UNSUPPORTED"), ("gb300:tp8", None)])
+@pytest.mark.parametrize(
+    ("target", "code"), [("gb300:tp16", "TP_UNSUPPORTED"), ("gb300:tp8", None)]
+)
 def test_a_group_of_unknown_size_is_not_assumed(target: str, code: str | None) -> None:
     file = stored("layer1_tp8_m4_opaque")
     groups = {} if code else file.meta["groups"]

@@ -73,7 +73,6 @@ def decompositions(level: str) -> dict[Any, Any]:
     """Inductor's table, or none as AOTAutograd has it for a plain backend."""
     if level == "aot":
         return {}
-    import torch._inductor.lowering  # a decomposition of the table reads it
     from torch._inductor.decomposition import select_decomp_table
 
     return dict(select_decomp_table())

@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from tolerances import assert_close
+from torch import Tensor, nn
+
 from k3fuse.patterns.models.config import KimiK3Config
 from k3fuse.patterns.models.kimi_k3 import KimiK3
 from k3fuse.patterns.models.parallel import init_weights
 from k3fuse.rewriter import backend
 from k3fuse.rewriter.options import OptionError
 from k3fuse.rewriter.target import TargetError
-from tolerances import assert_close
-from torch import Tensor, nn
 
 INNER = ("eager", "aot_eager", "inductor")
 K, H = 32, 64
@@ -30,9 +31,13 @@ def fresh() -> Iterator[None]:
     backend.reset_reports()
 
 
-def compiled(model: Callable[..., Any], *, fullgraph: bool = True, **options: Any) -> Callable[..., Any]:
+def compiled(
+    model: Callable[..., Any], *, fullgraph: bool = True, **options: Any
+) -> Callable[..., Any]:
     given = {"target": "reference", "inner": "eager", "log": "off", **options}
-    made: Callable[..., Any] = torch.compile(model, backend="k3fuse", fullgraph=fullgraph, options=given)
+    made: Callable[..., Any] = torch.compile(
+        model, backend="k3fuse", fullgraph=fullgraph, options=given
+    )
     return made
 
 
@@ -193,7 +198,9 @@ def test_the_small_model_with_a_symbolic_token_count() -> None:
         assert_close(got, wanted, k=source.config.hidden_size, roundings=16, what=f"M={m}")
     (report,) = backend.reports()
     assert report.missing() == {}
-    assert sum(c.found for c in report.counts().values()) == sum(source.config.expected_sites(2).values())
+    assert sum(c.found for c in report.counts().values()) == sum(
+        source.config.expected_sites(2).values()
+    )
 
 
 def test_above_the_policy_a_static_count_is_left() -> None:
@@ -233,7 +240,9 @@ def test_a_training_call_goes_through_untouched(inner: str) -> None:
         ({"strict": 1}, OptionError, "option strict=1 is no bool"),
     ],
 )
-def test_a_wrong_option_is_an_error(options: dict[str, Any], kind: type[Exception], text: str) -> None:
+def test_a_wrong_option_is_an_error(
+    options: dict[str, Any], kind: type[Exception], text: str
+) -> None:
     model = Projection(1)
     with pytest.raises(Exception, match=text) as error, torch.no_grad():
         compiled(model, **options)(*pair(2))
@@ -269,7 +278,9 @@ def test_a_model_that_was_called_passes_the_check() -> None:
         compiled(Projection(1))(*pair(2))
     report = backend.check({"output_projection": 1})
     assert len(report.found) >= 1
-    with pytest.raises(backend.StrictError, match="2 of output_projection expected and not rewritten"):
+    with pytest.raises(
+        backend.StrictError, match="2 of output_projection expected and not rewritten"
+    ):
         backend.check({"output_projection": 3})
 
 
@@ -278,7 +289,9 @@ def test_strict_mode(expect: int, fails: bool) -> None:
     run = compiled(Projection(), strict=True, expect={"output_projection": expect})
     with torch.no_grad():
         if fails:
-            with pytest.raises(Exception, match="1 of output_projection expected and not rewritten"):
+            with pytest.raises(
+                Exception, match="1 of output_projection expected and not rewritten"
+            ):
                 run(*pair(2))
         else:
             run(*pair(2))

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from build import BF16, FP32, Hand, aten, identity, rows
+from torch import Tensor, fx
+
 from k3fuse.rewriter.edit import EditError, Editor
 from k3fuse.rewriter.site import Output, Replacement, Site
-from torch import Tensor, fx
 
 M, H = 4, 8
 _LIBRARY = torch.library.Library("k3fuse_edit_test", "FRAGMENT")
@@ -26,7 +27,11 @@ def both(a: Tensor, b: Tensor, *, note: str) -> list[Tensor]:
 
 
 _LIBRARY.impl("both", both, "CompositeExplicitAutograd")
-_LIBRARY.impl("flat", lambda a, b, *, note: [(a * 2.0).view(-1), (b * 3.0).view(-1)], "CompositeExplicitAutograd")
+_LIBRARY.impl(
+    "flat",
+    lambda a, b, *, note: [(a * 2.0).view(-1), (b * 3.0).view(-1)],
+    "CompositeExplicitAutograd",
+)
 _LIBRARY.impl("wide", lambda a, b, *, note: [a.float(), b.float()], "CompositeExplicitAutograd")
 OPS = torch.ops.k3fuse_edit_test
 
@@ -43,7 +48,9 @@ def graph(reader_above: bool = False) -> tuple[fx.GraphModule, Site, dict[str, f
     if reader is None:
         reader = h.call(aten.relu.default, first)
     tail = h.call(aten.add.Tensor, reader, second)
-    site = Site("twins", "pair", first, (first, second), {"a": a, "b": b}, (first, second), {}, layer=7)
+    site = Site(
+        "twins", "pair", first, (first, second), {"a": a, "b": b}, (first, second), {}, layer=7
+    )
     n = {"a": a, "b": b, "first": first, "second": second, "reader": reader, "tail": tail}
     return h.done(tail, second), site, n
 
@@ -176,7 +183,9 @@ def test_a_result_of_another_layout_leaves_the_graph_as_it_is() -> None:
     first = h.call(aten.t.default, h.call(aten.mul.Tensor, a, 2.0))
     second = h.call(aten.mul.Tensor, c, 3.0)
     module = h.done(first, second)
-    site = Site("twins", "", first, (first.args[0], first, second), {"a": a, "b": c}, (first, second), {})  # type: ignore[arg-type]
+    site = Site(
+        "twins", "", first, (first.args[0], first, second), {"a": a, "b": c}, (first, second), {}
+    )  # type: ignore[arg-type]
     before = identity(module)
     outputs = (Output(first, 0), Output(second, 1))
     with pytest.raises(EditError) as error:
@@ -219,4 +228,6 @@ def test_an_output_can_be_an_operand_or_a_built_node() -> None:
     got = module(a, c)
     assert torch.allclose(got[1], built)
     assert torch.allclose(got[0], torch.relu(a) + built)
-    assert all("k3fuse" in m.meta or m.op != "call_function" or m in n.values() for m in module.graph.nodes)
+    assert all(
+        "k3fuse" in m.meta or m.op != "call_function" or m in n.values() for m in module.graph.nodes
+    )

@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 
 import pytest
 from build import Hand, aten, identity, run, run_stored, stored
+from torch import fx
+
 from k3fuse.rewriter.guards import Guard
 from k3fuse.rewriter.options import OptionError, Options
 from k3fuse.rewriter.pattern import Pattern, load_patterns
@@ -14,7 +16,6 @@ from k3fuse.rewriter.reasons import Code
 from k3fuse.rewriter.site import Kernel, NearMiss, Output, Replacement, Site
 from k3fuse.rewriter.target import Target, TargetError
 from k3fuse.rewriter.view import GraphView
-from torch import fx
 
 STACK = "stack5_tp8_m4_opaque"
 
@@ -171,7 +172,9 @@ def test_the_site_hash_is_stable_and_tells_one_site_apart() -> None:
     assert len({first.site_hash(), fewer.site_hash(), other_m.site_hash()}) == 3
 
 
-@pytest.mark.parametrize("how", [{}, {"disable": ["router", "experts"], "only_layers": [1]}, {"target": "none"}])
+@pytest.mark.parametrize(
+    "how", [{}, {"disable": ["router", "experts"], "only_layers": [1]}, {"target": "none"}]
+)
 def test_the_summary_has_at_most_twelve_lines(how: dict[str, Any]) -> None:
     _, report = run_stored(STACK, **how)
     for explain in (0, 3, 6, 50):
@@ -224,7 +227,10 @@ def test_an_expectation_that_is_not_met_is_counted() -> None:
     ("given", "text"),
     [
         ({"targt": "x"}, "option 'targt' does not exist; use one of "),
-        ({"inner": "nvfuser"}, "option inner='nvfuser' is unknown; use one of inductor, aot_eager, eager"),
+        (
+            {"inner": "nvfuser"},
+            "option inner='nvfuser' is unknown; use one of inductor, aot_eager, eager",
+        ),
         ({"validate": "all"}, "option validate='all' is unknown"),
         ({"log": "loud"}, "option log='loud' is unknown"),
         ({"target": 8}, "option target=8 is no target"),
@@ -260,7 +266,11 @@ def test_the_environment_fills_what_is_left_out(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("K3FUSE_PLAN", "1")
     options = Options.make({"plan": False})
     assert options.target == Target("gb300", 16)
-    assert (options.disable, options.only_layers, options.plan) == (("router", "experts"), (0, 3), False)
+    assert (options.disable, options.only_layers, options.plan) == (
+        ("router", "experts"),
+        (0, 3),
+        False,
+    )
     assert Options.make().plan is True
     monkeypatch.setenv("K3FUSE_STRICT", "yes")
     with pytest.raises(OptionError, match="K3FUSE_STRICT='yes' is neither 0 nor 1"):

@@ -7,10 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from build import Hand, aten, compiled_graphs, identity, rows, run
+from torch import Tensor, fx
+
 from k3fuse.rewriter import safety
 from k3fuse.rewriter.site import Site
 from k3fuse.rewriter.view import GraphView
-from torch import Tensor, fx
 
 M, K, H = 4, 16, 32
 Nodes = dict[str, fx.Node]

@@ -56,9 +56,7 @@ class _Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         b, t, _ = x.shape
-        q, k, v = (
-            p.view(b, t, self.heads, -1).transpose(1, 2) for p in self.qkv(x).chunk(3, -1)
-        )
+        q, k, v = (p.view(b, t, self.heads, -1).transpose(1, 2) for p in self.qkv(x).chunk(3, -1))
         if self.mode == 0:
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
@@ -217,7 +215,12 @@ def layers_of(kind: str, level: str) -> list[fx.GraphModule]:
     import transformers as t
 
     torch.manual_seed(0)
-    classes = {"gpt2": t.GPT2Model, "bert": t.BertModel, "t5": t.T5EncoderModel, "llama": t.LlamaModel}
+    classes = {
+        "gpt2": t.GPT2Model,
+        "bert": t.BertModel,
+        "t5": t.T5EncoderModel,
+        "llama": t.LlamaModel,
+    }
     model = classes[kind](_config(kind)).to(torch.bfloat16).eval()
     ids = torch.arange(5).unsqueeze(0)
     extra = {"use_cache": False} if kind in ("gpt2", "llama") else {}
