@@ -23,10 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import click
+from rich.console import Console
 
 from k3fuse.kernels.common.registry import OPS
 from k3fuse.rewriter import options as options_module
 from k3fuse.rewriter.cli import main as command
+from k3fuse.rewriter.console import report_text
 from k3fuse.rewriter.inspecting import inspect_source
 from k3fuse.rewriter.options import Options
 from k3fuse.rewriter.pattern import Pattern, load_patterns
@@ -179,6 +181,22 @@ def diff(name: str) -> str:
     return f"```diff\n{site_diffs(folder, saved)[0]['diff']}```\n"
 
 
+def report(name: str) -> str:
+    """Report of a planned rewrite, its time left out: "SOURCE" or "SOURCE LAYERS"."""
+    source, *layers = name.split()
+    source = str(ROOT / source) if source.endswith(".json") else source
+    saved = SavedReport(
+        inspect_source(source, plan=True, layers=int(layers[0]) if layers else None)
+    )
+    console = Console(width=150, force_terminal=False)
+    with console.capture() as capture:
+        for part in report_text(saved):
+            console.print(part, highlight=False)
+    lines = [line.rstrip() for line in capture.get().splitlines()]
+    text = re.sub(r"rewritten in [\d.]+ s", "rewritten in ... s", "\n".join(lines))
+    return f"```text\n{text}\n```\n"
+
+
 def flowchart(lines: list[str], labels: dict[str, str], prefix: str) -> list[str]:
     """Mermaid nodes and edges of dumped node lines; tuple elements stand for their tuple."""
     made: dict[str, str] = {}
@@ -233,6 +251,7 @@ KINDS: dict[str, Callable[[str], str]] = {
     "commands": commands,
     "diff": diff,
     "picture": picture,
+    "report": report,
 }
 
 

@@ -153,8 +153,8 @@ def _aot(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) ->
     from torch._dynamo.backends.common import aot_autograd
 
     def inference(module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-        _rewrite(module, options)
-        if options.inner == "eager":
+        report = _rewrite(module, options)
+        if options.inner == "eager" and report.found:
             return make_boxed_func(fx.Interpreter(module).run)  # type: ignore[no-any-return]
         return make_boxed_func(module.forward)  # type: ignore[no-any-return]
 

@@ -94,7 +94,7 @@ def overload(node: fx.Node) -> OpOverload | None:
         return target
     if isinstance(target, OpOverloadPacket):
         names = target.overloads()  # type: ignore[no-untyped-call]
-        found = [getattr(target, n) for n in names]
+        found: list[OpOverload] = [getattr(target, n) for n in names]
         return next((o for o in found if _takes(o, node)), found[0])
     return None
 
@@ -110,12 +110,12 @@ def _takes(target: OpOverload, node: fx.Node) -> bool:
         if argument.name not in given:
             if not argument.has_default_value():
                 return False
-        elif isinstance(argument.type, torch.TensorType) and not isinstance(
-            given[argument.name], (fx.Node, int, float)
-        ):
-            return False
-        elif isinstance(argument.type, torch.ListType) and not isinstance(
-            given[argument.name], (list, tuple)
+        elif (
+            isinstance(argument.type, torch.TensorType)
+            and not isinstance(given[argument.name], (fx.Node, int, float))
+        ) or (
+            isinstance(argument.type, torch.ListType)
+            and not isinstance(given[argument.name], (list, tuple))
         ):
             return False
     return True

@@ -104,7 +104,7 @@ def _match(view: GraphView, patterns: tuple[Pattern, ...], report: Report) -> No
     for pattern in patterns:
         for found in pattern.find(view):
             if isinstance(found, Site):
-                found.nodes = absorb_views(view, found.nodes)
+                found.nodes = absorb_views(view, found)
                 report.sites.append(found)
             else:
                 report.near.append(found)

@@ -15,7 +15,7 @@ from k3fuse.rewriter.view import GraphView
 
 
 def insertion_index(site: Site, view: GraphView) -> int:
-    """Index of the node the fused op goes right behind: the last operand, or what precedes the site.
+    """Index of the node the fused op goes behind: the last operand, or what precedes the site.
 
     Not higher up, so that a write before the whole site stays before the op.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -135,9 +135,13 @@ def in_order(nodes: Sequence[fx.Node], index: Mapping[fx.Node, int]) -> tuple[fx
 _BETWEEN = frozenset({"aten.split", "aten.split_with_sizes", "aten.chunk", "getitem"})
 
 
-def absorb_views(view: GraphView, nodes: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
-    """Add the views that lie between covered nodes: read by nothing but covered nodes."""
-    covered = set(nodes)
+def absorb_views(view: GraphView, site: Site) -> tuple[fx.Node, ...]:
+    """Covered nodes with the views between them, and the views and casts that feed only them.
+
+    A view between covered nodes is read by nothing else; one above them is no operand itself.
+    """
+    covered = set(site.nodes)
+    operands = set(site.operand_nodes())
     verdicts: dict[fx.Node, bool] = {}
 
     def inside(node: fx.Node) -> bool:
@@ -154,4 +158,14 @@ def absorb_views(view: GraphView, nodes: Iterable[fx.Node]) -> tuple[fx.Node, ..
     for node in list(covered):
         for user in node.users:
             inside(user)
-    return in_order([*covered, *(n for n, ok in verdicts.items() if ok)], view.index)
+    covered.update(n for n, ok in verdicts.items() if ok)
+    frontier = list(covered)
+    while frontier:
+        for source in frontier.pop().all_input_nodes:
+            if source in covered or source in operands or source.op != "call_function":
+                continue
+            plain = view.canon(source).op in ("reshape", "slice", "permute", "cast")
+            if plain and all(u in covered for u in source.users):
+                covered.add(source)
+                frontier.append(source)
+    return in_order(covered, view.index)

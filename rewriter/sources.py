@@ -153,12 +153,14 @@ def capture(
         torch._dynamo.reset()
     if not graphs:
         raise SourceError(
-            f"{name}: no graph came out; Dynamo broke at {_breaks()}; compile a module that traces"
+            f"{name}: no graph came out; Dynamo broke at {_breaks(module, args, kwargs)}; "
+            "compile a module that traces"
         )
     suffix = "" if len(graphs) == 1 else "#{}"
     found = [SourceGraph(g, name + suffix.format(i)) for i, g in enumerate(graphs)]
     if counters["graph_break"]:
-        found[0].notes = (f"Dynamo broke the model apart, first at {_breaks()}",)
+        place = _breaks(module, args, kwargs)
+        found[0].notes = (f"Dynamo broke the model apart, first at {place}",)
     return found
 
 
@@ -168,13 +170,18 @@ def _first_lines(error: Exception) -> str:
     return " ".join([lines[0] if lines else type(error).__name__, *where[-1:]])
 
 
-def _breaks() -> str:
-    from torch._dynamo.utils import counters
+def _breaks(module: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """First place where Dynamo broke, with the model's file and line: traced again as one graph."""
+    from torch._dynamo.exc import TorchDynamoException
 
-    reasons = list(counters["graph_break"])
-    return (
-        reasons[0].splitlines()[0] if reasons else "an unknown place (see TORCH_LOGS=graph_breaks)"
-    )
+    try:
+        with torch.no_grad():
+            torch.compile(module, backend="eager", fullgraph=True)(*args, **kwargs)
+    except TorchDynamoException as error:
+        return _first_lines(error)
+    finally:
+        torch._dynamo.reset()
+    return "an unknown place (see TORCH_LOGS=graph_breaks)"
 
 
 @contextmanager

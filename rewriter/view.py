@@ -102,8 +102,19 @@ class GraphView:
         return passed
 
     def same(self, a: Operand, b: Operand) -> bool:
-        """Whether two operands hold the same elements in the same order."""
-        return bool(self.strip(a) is self.strip(b))
+        """Whether two operands hold the same elements in the same order.
+
+        A value cast twice to one dtype is one value.
+        """
+        a, b = self.strip(a), self.strip(b)
+        if a is b:
+            return True
+        if not (isinstance(a, fx.Node) and isinstance(b, fx.Node)):
+            return False
+        first, second = self.canon(a), self.canon(b)
+        if first.op != "cast" or second.op != "cast" or first.attrs != second.attrs:
+            return False
+        return bool(self.strip(first.inputs[0]) is self.strip(second.inputs[0]))
 
     def is_weight(self, node: Operand) -> bool:
         """Whether a value is (a view of) a graph input or constant, not computed in the graph."""

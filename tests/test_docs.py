@@ -12,7 +12,9 @@ from types import ModuleType
 import click
 import pytest
 
+from k3fuse.patterns.models.config import KimiK3Config
 from k3fuse.rewriter.cli import main as command
+from k3fuse.rewriter.inspecting import inspect_source
 from k3fuse.rewriter.options import Options
 from k3fuse.rewriter.pattern import load_patterns
 from k3fuse.rewriter.reasons import HINTS, Code
@@ -177,6 +179,26 @@ def test_the_docs_show_commands() -> None:
 )
 def test_shown_commands_are_well_formed(page: Path, words: list[str]) -> None:
     check_command(words)
+
+
+def test_the_report_in_the_readme_is_true() -> None:
+    """Sites by the model's config; kernels and launches from a cut of the same graph."""
+    document = inspect_source("kimi-k3", layers=4, plan=True)
+    readme = (ROOT / "README.md").read_text()
+    kernels = {s["pattern"]: s["kernel"] for s in document["sites"]}
+    for name, sites in KimiK3Config().expected_sites(93).items():
+        row = next(r for r in readme.splitlines() if r.startswith(f"│ {name} "))
+        assert row.replace("│", " ").split() == [
+            name,
+            str(sites),
+            str(sites),
+            "0",
+            "0",
+            kernels[name],
+        ]
+    launches = "KDA {kda_layer}, MLA {mla_layer}".format_map(document["launches"])
+    assert f"counted by policy): {launches}" in readme
+    assert f"| {launches} |" in readme
 
 
 def test_a_wrong_command_is_noticed() -> None:

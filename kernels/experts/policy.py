@@ -1,4 +1,4 @@
-"""Which kernels serve the experts: a persistent grid with the shared expert inside, then the tail."""
+"""Which kernels serve the experts: a persistent grid, the shared expert inside, then the tail."""
 
 from __future__ import annotations
 

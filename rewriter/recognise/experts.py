@@ -270,8 +270,8 @@ def _roles(found: list[fx.Node], width: Any) -> dict[str, fx.Node] | None:
         return None
     if len(found) != 2:
         return None
-    for w13, w2 in (found, found[::-1]):
-        (_, both, inner), (_, outer, single) = shape_of(w13), shape_of(w2)
+    for first, second in (found, found[::-1]):
+        (_, both, inner), (_, outer, single) = shape_of(first), shape_of(second)
         if inner == width and outer == width and both == 2 * single:
-            return {"w13": w13, "w2": w2}
+            return {"w13": first, "w2": second}
     return None

@@ -7,8 +7,9 @@ import math
 
 import numpy as np
 import torch
-from tolerances import assert_close, tolerance
 from torch import Tensor
+
+from tolerances import assert_close, tolerance
 
 
 def assert_matches(

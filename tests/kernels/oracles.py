@@ -10,8 +10,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from compare import wide
 from torch import Tensor
+
+from compare import wide
 
 F64: TypeAlias = Any  # a float64 array
 

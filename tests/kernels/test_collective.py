@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import oracles
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
+import oracles
 from compare import assert_matches, wide
+from k3fuse.kernels.common.collective import all_reduce, ordered_all_reduce, ordered_sum
 from op_cases import (
     Case,
     Draw,
@@ -21,9 +24,6 @@ from op_cases import (
     output_attn_res,
     tail,
 )
-from torch import Tensor
-
-from k3fuse.kernels.common.collective import all_reduce, ordered_all_reduce, ordered_sum
 
 WORLD = 2
 BIG = 2.0**24

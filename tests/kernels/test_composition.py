@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from op_cases import LOCAL
 from torch import Tensor, fx
 from torch._inductor.decomposition import select_decomp_table
-from traced import calls_of, compose, define_mutable_op, inputs_of, outputs_of, trace
 
 from k3fuse.kernels.common.composition import Composition, CompositionError
+from op_cases import LOCAL
+from traced import calls_of, compose, define_mutable_op, inputs_of, outputs_of, trace
 
 define_mutable_op()
 F = torch.nn.functional

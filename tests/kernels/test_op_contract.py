@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from compare import digest
-from op_cases import FORMS, Case, Draw, attention_projection, attn_res, experts, router, tail
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from compare import digest
 from k3fuse.kernels.common.registry import OPS
+from op_cases import FORMS, Case, Draw, attention_projection, attn_res, experts, router, tail
 
 SHAPES_PER_OP = 200
 

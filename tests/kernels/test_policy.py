@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 import torch
-from op_cases import Draw, attention_projection
 
 from k3fuse.kernels.common.policy import MAX_M, Row, Table, planned
 from k3fuse.kernels.common.registry import OPS
+from op_cases import Draw, attention_projection
 
 # Launches of one op at M = 8 and at M = 9, per the launch budget of a layer.
 LAUNCHES = {

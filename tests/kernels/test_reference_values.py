@@ -7,9 +7,11 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import oracles
 import pytest
 import torch
+from torch import Tensor
+
+import oracles
 from compare import assert_matches, wide
 from op_cases import (
     Case,
@@ -23,7 +25,6 @@ from op_cases import (
     router_front,
     tail,
 )
-from torch import Tensor
 
 Checker = Callable[[Case, list[Tensor]], None]
 

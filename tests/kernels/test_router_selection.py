@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from op_cases import Case, Draw, router
 from torch import Tensor
 
 from k3fuse.kernels.router.reference import select
+from op_cases import Case, Draw, router
 
 TOP_K = 16
 EXPERTS = 896

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+
 from traced import compose, define_mutable_op, trace
 
 CHILD = Path(__file__).with_name("warm_cache_child.py")

@@ -14,9 +14,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
-from traced import define_mutable_op
 
 from k3fuse.kernels import register_all
+from traced import define_mutable_op
 
 COUNTS = (8, 64, 65, 100, 2)
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import sympy
-from build import run_stored
 
+from build import run_stored
 from k3fuse.patterns.sources.kimi_k3 import build
 from k3fuse.rewriter.engine import rewrite
 from k3fuse.rewriter.guards import Guard, failures, name

@@ -8,13 +8,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed._functional_collectives as funcol
-from build import BF16, LEVELS, Hand, aten, run, trace
-from build import rows as values
-from tolerances import assert_close
 from torch import Tensor, fx
 from torch.nn import functional as F
 
+from build import BF16, LEVELS, Hand, aten, run, trace
+from build import rows as values
 from k3fuse.rewriter.sources import fake_group
+from tolerances import assert_close
 
 M, K, H, E, TOP = 4, 32, 64, 16, 4
 EPS = (1e-5, 1e-6, 0.1)
@@ -43,7 +43,7 @@ def o_proj(
         total = residual + y if order else y + residual
         return norm(total, n, eps), total
 
-    return f  # type: ignore[return-value]
+    return f
 
 
 def o_proj_inputs() -> list[Tensor]:
@@ -111,7 +111,7 @@ def test_a_bias_is_no_part_of_the_family() -> None:
     assert [r.code.value for r in site.reasons] == ["INTERPOSED_OP"]
 
 
-# --- router -------------------------------------------------------------------------------------------
+# --- router -------------------------------------------------------------------------------------
 
 
 def route(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from build import DATA, run, run_stored, stored
 
+from build import DATA, run, run_stored, stored
 from k3fuse.rewriter.graph_text import graph_text
 
 FILES = sorted(p.stem for p in DATA.glob("*.json"))
@@ -75,9 +75,7 @@ def test_without_a_plan_no_kernel_is_there_and_nothing_changes() -> None:
     assert run_stored("layer1_tp8_m4_opaque")[1].nodes_after < report.nodes_before  # the control
 
 
-@pytest.mark.parametrize(
-    ("target", "code"), [("gb300:tp16", "TP_UNSUPPORTED"), ("gb300:tp8", None)]
-)
+@pytest.mark.parametrize(("target", "code"), [("gb300:tp8", "TP_UNSUPPORTED"), ("gb300:tp8", None)])
 def test_a_group_of_unknown_size_is_not_assumed(target: str, code: str | None) -> None:
     file = stored("layer1_tp8_m4_opaque")
     groups = {} if code else file.meta["groups"]

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.tolerances import tolerance
 
 from k3fuse.patterns.models import KimiK3, KimiK3Config, greedy_decode, init_weights
 from k3fuse.rewriter import backend
-from tests.tolerances import tolerance
 
 CONFIG = KimiK3Config.small(max_position_embeddings=128)
 TOKENS = 64

@@ -160,7 +160,7 @@ def run(
 
 
 def identity(module: fx.GraphModule) -> tuple[str, list[Any]]:
-    """The graph's text and each node's identity with its metadata, shallow, by key and object id."""
+    """The graph's text and each node's identity with its metadata, shallow, by key and id."""
     text = "\n".join(n.format_node() or f"{n.name} = {n.args}" for n in module.graph.nodes)
     return text + module.code, [
         (id(n), n.name, id(n.meta), tuple((k, id(v)) for k, v in n.meta.items()))
@@ -168,7 +168,7 @@ def identity(module: fx.GraphModule) -> tuple[str, list[Any]]:
     ]
 
 
-# --- stored graphs and stock ops ------------------------------------------------------------------
+# --- stored graphs and stock ops ----------------------------------------------------------------
 
 
 def stored(name: str) -> GraphFile:
@@ -177,7 +177,7 @@ def stored(name: str) -> GraphFile:
 
 
 def run_stored(name: str, **options: Any) -> tuple[GraphFile, Report]:
-    """Rewrite a stored graph for the target it was captured for, as a plan unless told otherwise."""
+    """Rewrite a stored graph for the target it was captured for, as a plan by default."""
     file = stored(name)
     layers = file.meta.get("layers") or [0]
     given = {"plan": True, "groups": file.meta["groups"], "first_layer": layers[0], **options}  # type: ignore[index]
@@ -187,7 +187,8 @@ def run_stored(name: str, **options: Any) -> tuple[GraphFile, Report]:
 _STOCK = {
     "vllm": ["moe_forward(Tensor hidden_states, Tensor router_logits, Any layer_name) -> Tensor"],
     "vllm_ir": [
-        "fused_add_rms_norm(Tensor x, Tensor x_residual, Tensor? weight, float epsilon) -> (Tensor, Tensor)"
+        "fused_add_rms_norm(Tensor x, Tensor x_residual, Tensor? weight, float epsilon)"
+        " -> (Tensor, Tensor)"
     ],
     "_C": [
         "shm_allreduce(Tensor(a!) data, int handle) -> ()",
@@ -204,7 +205,7 @@ def stock_ops() -> None:
     stored("layer0_tp8_m4_plain")
     stored("layer1_tp8_m4_opaque")
     for namespace, schemas in _STOCK.items():
-        library = torch.library.Library(namespace, "FRAGMENT")
+        library: Any = torch.library.Library(namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
         _LIBRARIES.append(library)
         for schema in schemas:
             name = schema.split("(")[0]

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from build import BF16, LEVELS, Hand, found, rows, stock_ops, trace
 from torch import Tensor
 from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto_functionalized_v2
 from torch.nn import functional as F
 
+from build import BF16, LEVELS, Hand, found, rows, stock_ops, trace
 from k3fuse.rewriter.recognise.activation import GatedActivation
 
 M, I = 4, 8  # noqa: E741 - the width's usual name

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed._functional_collectives as funcol
-from build import Hand, aten, compiled_graphs, found, refused, rows, stock_ops, trace
 from torch import Tensor, fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto_functionalized_v2
 
+from build import Hand, aten, compiled_graphs, found, refused, rows, stock_ops, trace
 from k3fuse.rewriter.recognise.all_reduce import AllReduce
 from k3fuse.rewriter.sources import fake_group
 from k3fuse.rewriter.view import GraphView

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from build import BF16, LEVELS, Hand, aten, found, refused, rows, stock_ops, trace
 from torch import Tensor, fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto_functionalized_v2
 
+from build import BF16, LEVELS, Hand, aten, found, refused, rows, stock_ops, trace
 from k3fuse.rewriter.recognise.attn_res import AttnRes
 from k3fuse.rewriter.recognise.functionalized import FunctionalizedCall, result_index
 
@@ -132,7 +132,7 @@ def test_a_mix_without_a_norm() -> None:
     assert read.out is module.graph.output_node().args[0]
 
 
-# --- near misses --------------------------------------------------------------------------------------
+# --- near misses --------------------------------------------------------------------------------
 
 Change = Callable[[Tensor, Tensor, Tensor], Tensor]
 DEFECTS: dict[str, Change] = {
@@ -230,7 +230,7 @@ def test_a_bank_read_from_its_second_slot_is_refused() -> None:
     assert len(found(trace(lambda *t: f(0, *t), *args), AttnRes)) == 1
 
 
-# --- the custom op ------------------------------------------------------------------------------------
+# --- the custom op ------------------------------------------------------------------------------
 
 
 def _custom(

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tolerances import assert_close
 from torch import Tensor, nn
 
 from k3fuse.patterns.models.config import KimiK3Config
@@ -17,6 +16,7 @@ from k3fuse.patterns.models.parallel import init_weights
 from k3fuse.rewriter import backend
 from k3fuse.rewriter.options import OptionError
 from k3fuse.rewriter.target import TargetError
+from tolerances import assert_close
 
 INNER = ("eager", "aot_eager", "inductor")
 K, H = 32, 64
@@ -98,7 +98,7 @@ def agree(got: tuple[Tensor, ...], wanted: tuple[Tensor, ...], roundings: int = 
         assert_close(a, b, k=H, roundings=roundings)
 
 
-# --- values -------------------------------------------------------------------------------------------
+# --- values -------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -211,7 +211,7 @@ def test_above_the_policy_a_static_count_is_left() -> None:
     assert {s.reasons[0].code.value for s in report.sites} == {"M_OUT_OF_RANGE"}
 
 
-# --- training -----------------------------------------------------------------------------------------
+# --- training -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("inner", INNER)
@@ -228,7 +228,7 @@ def test_a_training_call_goes_through_untouched(inner: str) -> None:
     assert sum(len(r.found) for r in backend.reports()) == 0
 
 
-# --- options ------------------------------------------------------------------------------------------
+# --- options ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_the_backend_is_registered() -> None:
     assert "k3fuse" in torch._dynamo.list_backends(exclude_tags=None)
 
 
-# --- strict -------------------------------------------------------------------------------------------
+# --- strict -------------------------------------------------------------------------------------
 
 
 def test_a_model_that_is_never_called_is_noticed() -> None:
@@ -297,7 +297,7 @@ def test_strict_mode(expect: int, fails: bool) -> None:
             run(*pair(2))
 
 
-# --- log ----------------------------------------------------------------------------------------------
+# --- log ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("log", "lines"), [("off", 0), ("summary", 12), ("explain", 40)])

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from build import BF16, FP32, Hand, aten, prims
 from torch import fx
 
+from build import BF16, FP32, Hand, aten, prims
 from k3fuse.rewriter.canonical import Canonical, canonical, overload
 from k3fuse.rewriter.view import GraphView
 

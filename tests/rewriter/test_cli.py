@@ -1,4 +1,4 @@
-"""The `k3fuse` command: exit codes, keys, one document on standard output, one line for each error."""
+"""The `k3fuse` command: exit codes, keys, one document on standard output, one line an error."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from build import DATA
 from click.testing import CliRunner, Result
 
+from build import DATA
 from k3fuse.rewriter import backend
 from k3fuse.rewriter.cli import main
 
@@ -31,7 +31,7 @@ def fresh() -> Iterator[None]:
     backend.reset_reports()
 
 
-def call(*arguments: str | Path) -> Result:
+def call(*arguments: str | int | Path) -> Result:
     return CliRunner().invoke(main, [str(a) for a in arguments])
 
 
@@ -66,7 +66,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# --- inspect ------------------------------------------------------------------------------------------
+# --- inspect ------------------------------------------------------------------------------------
 
 
 def test_inspect_gives_one_document() -> None:
@@ -122,7 +122,7 @@ def test_a_failed_command_leaves_the_output_file(tmp_path: Path) -> None:
     assert file.read_text() == "old"
 
 
-# --- a user's module ----------------------------------------------------------------------------------
+# --- a user's module ----------------------------------------------------------------------------
 
 FACTORIES = """
 import torch
@@ -169,18 +169,21 @@ def test_a_module_of_the_users(factories: str) -> None:
 
 def test_a_module_that_cannot_be_traced_says_where(factories: str) -> None:
     line = one_line(call("inspect", f"{factories}:breaks"))
-    assert f"{factories}:breaks: no graph came out; Dynamo broke at Tensor.tolist()" in line
+    assert f"{factories}:breaks: no graph came out; Dynamo broke at " in line
+    assert f"{factories}.py" in line
+    assert ", line " in line
 
 
 def test_a_module_that_breaks_apart_is_reported_with_a_note(factories: str) -> None:
     d = document(call("inspect", f"{factories}:apart", "--json"))
     (note,) = d["notes"]
-    assert "Dynamo broke the model apart, first at Tensor.tolist()" in note
+    assert "Dynamo broke the model apart, first at " in note
+    assert f"{factories}.py" in note
     assert note in " ".join(call("inspect", f"{factories}:apart").stdout.split())
     assert document(call("inspect", f"{factories}:fine", "--json"))["notes"] == []
 
 
-# --- wrong use ----------------------------------------------------------------------------------------
+# --- wrong use ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -193,7 +196,7 @@ def test_a_module_that_breaks_apart_is_reported_with_a_note(factories: str) -> N
         (["inspect", LAYER, "--m", "many"], "--m 'many' is no token count"),
         (
             ["inspect", LAYER, "--pattern", "rooter"],
-            "--pattern 'rooter' does not exist; use one of",
+            "--pattern 'rooter' does not exist; use one",
         ),
         (["inspect", LAYER, "--layer", "7"], "--layer 7 has no site; layers with sites: 1 to 1"),
         (["inspect", "kimi-k4"], "source 'kimi-k4' is unknown; use kimi-k3"),
@@ -253,7 +256,7 @@ def test_a_damaged_dump(command: str, damage: str, dump: Path, tmp_path: Path) -
     assert "write the dump again" in one_line(call(command, tmp_path))
 
 
-# --- dumps --------------------------------------------------------------------------------------------
+# --- dumps --------------------------------------------------------------------------------------
 
 
 def test_a_dump_is_complete(dump: Path) -> None:
@@ -333,7 +336,7 @@ def test_a_bad_expectation(text: str | None, part: str, dump: Path, tmp_path: Pa
     assert part in one_line(call("check", dump, "--expect", file))
 
 
-# --- run ----------------------------------------------------------------------------------------------
+# --- run ----------------------------------------------------------------------------------------
 
 SCRIPT = """
 import sys

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from build import BF16, FP32, Hand, aten, identity, rows
 from torch import Tensor, fx
 
+from build import BF16, FP32, Hand, aten, identity, rows
 from k3fuse.rewriter.edit import EditError, Editor
 from k3fuse.rewriter.site import Output, Replacement, Site
 
 M, H = 4, 8
-_LIBRARY = torch.library.Library("k3fuse_edit_test", "FRAGMENT")
+_LIBRARY: Any = torch.library.Library("k3fuse_edit_test", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("both(Tensor a, Tensor b, *, str note) -> Tensor[]")
 _LIBRARY.define("flat(Tensor a, Tensor b, *, str note) -> Tensor[]")
 _LIBRARY.define("wide(Tensor a, Tensor b, *, str note) -> Tensor[]")
@@ -183,9 +183,8 @@ def test_a_result_of_another_layout_leaves_the_graph_as_it_is() -> None:
     first = h.call(aten.t.default, h.call(aten.mul.Tensor, a, 2.0))
     second = h.call(aten.mul.Tensor, c, 3.0)
     module = h.done(first, second)
-    site = Site(
-        "twins", "", first, (first.args[0], first, second), {"a": a, "b": c}, (first, second), {}
-    )  # type: ignore[arg-type]
+    covered = (*first.all_input_nodes, first, second)
+    site = Site("twins", "", first, covered, {"a": a, "b": c}, (first, second), {})
     before = identity(module)
     outputs = (Output(first, 0), Output(second, 1))
     with pytest.raises(EditError) as error:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from build import BF16, FP32, LEVELS, compiled_graphs, found, refused, rows, trace
 from torch import Tensor
 from torch.nn import functional as F
 
+from build import BF16, FP32, LEVELS, compiled_graphs, found, refused, rows, trace
 from k3fuse.rewriter.recognise.experts import MX_FORMS, PLAIN_FORMS, RoutedExperts
 from k3fuse.rewriter.template import Template
 from k3fuse.rewriter.view import shape_of
@@ -83,9 +82,7 @@ def test_a_symbolic_token_count(form: Template) -> None:
     assert read.form == form.name
 
 
-# --- defects ------------------------------------------------------------------------------------------
-
-Plain = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+# --- defects ------------------------------------------------------------------------------------
 
 
 def _einsum(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from build import BF16, FP32, LEVELS, Hand, aten, found, prims, rows, trace
 from torch import fx
 from torch.nn import functional as F
 
+from build import BF16, FP32, LEVELS, Hand, aten, found, prims, rows, trace
 from k3fuse.rewriter.recognise.linear import Linear
 
 M, K, N = 4, 8, 6
@@ -158,7 +158,7 @@ def test_a_traced_linear_is_read(level: str, bias: bool) -> None:
     assert (linear.bias is not None) == bias
 
 
-# --- what is not a linear ---------------------------------------------------------------------------
+# --- what is not a linear -----------------------------------------------------------------------
 
 
 def test_a_product_of_two_activations_is_none() -> None:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from build import BF16, LEVELS, Hand, aten, compiled_graphs, found, refused, rows, stock_ops, trace
 from torch import Tensor, fx
 
+from build import BF16, LEVELS, Hand, aten, compiled_graphs, found, refused, rows, stock_ops, trace
 from k3fuse.rewriter.recognise.rms_norm import AddRmsNorm, RmsNorm
 from k3fuse.rewriter.view import GraphView
 
@@ -166,7 +166,7 @@ def test_another_statistic_is_no_rms_norm(change: str) -> None:
     assert len(found(module, RmsNorm)) == (1 if change == "none" else 0)
 
 
-# --- one op -------------------------------------------------------------------------------------------
+# --- one op -------------------------------------------------------------------------------------
 
 
 def _aten_norm(h: Hand, x: fx.Node, w: fx.Node, eps: float | None) -> fx.Node:
@@ -219,7 +219,7 @@ def test_a_norm_over_two_axes_or_a_part_of_the_row_is_refused() -> None:
         assert refused(h.view(out), RmsNorm) == codes
 
 
-# --- add + norm ---------------------------------------------------------------------------------------
+# --- add + norm ---------------------------------------------------------------------------------
 
 
 def _add_norm(

@@ -1,4 +1,4 @@
-"""Routing: sigmoid or softmax scores, top-k or stable sort, renormalisation, and wrong attributes."""
+"""Routing: sigmoid or softmax scores, top-k or stable sort, renormalisation, wrong attributes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from build import BF16, FP32, LEVELS, Hand, aten, found, refused, rows, trace
 from torch import Tensor
 from torch.nn import functional as F
 
+from build import BF16, FP32, LEVELS, Hand, aten, found, refused, rows, trace
 from k3fuse.rewriter.recognise.routing import Routing
 
 M, K, E, TOP = 3, 16, 8, 2
@@ -228,7 +228,7 @@ def test_logits_of_one_product_with_an_fp32_result() -> None:
     assert (routing.linear.x, routing.linear.weight, routing.weights) == (x, w, weights)
 
 
-# --- expert groups ------------------------------------------------------------------------------------
+# --- expert groups ------------------------------------------------------------------------------
 
 
 def grouped(groups: int, keep: int) -> Callable[[Tensor], Tensor]:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from build import Hand, aten, compiled_graphs, identity, rows, run
 from torch import Tensor, fx
 
+from build import Hand, aten, compiled_graphs, identity, rows, run
 from k3fuse.rewriter import safety
 from k3fuse.rewriter.site import Site
 from k3fuse.rewriter.view import GraphView
@@ -19,11 +19,10 @@ Nodes = dict[str, fx.Node]
 
 def projection(h: Hand) -> Nodes:
     """o-proj, add, RMSNorm at one rank: a site of the reference target."""
-    n = {
+    return {
         "x": h.input("x", M, K), "w": h.input("w", H, K), "residual": h.input("residual", M, H),
         "norm": h.input("norm", H), "other": h.input("other", M, H),
     }  # fmt: skip
-    return n
 
 
 def body(h: Hand, n: Nodes) -> Nodes:
@@ -43,7 +42,7 @@ def outcome(module: fx.GraphModule) -> list[str]:
     return [r.code.value for r in site.reasons]
 
 
-# --- intermediates read outside -----------------------------------------------------------------------
+# --- intermediates read outside -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("reader", ["nobody", "another node", "the output", "a view of it"])
@@ -83,7 +82,7 @@ def test_a_shared_view_of_a_weight_stays_for_its_other_reader() -> None:
     assert aten.t.default in [m.target for m in module.graph.nodes]
 
 
-# --- writes -------------------------------------------------------------------------------------------
+# --- writes -------------------------------------------------------------------------------------
 
 Write = Callable[[Hand, Nodes], fx.Node]
 WRITES: dict[str, Write] = {
@@ -158,7 +157,7 @@ def test_a_write_through_a_view_of_the_sites_own_values_is_an_alias() -> None:
     assert outcome(h.done(n["out"], written)) == ["ALIAS_RISK"]
 
 
-# --- shape of the site --------------------------------------------------------------------------------
+# --- shape of the site --------------------------------------------------------------------------
 
 
 def two_ended(feedback: bool) -> tuple[GraphView, Site]:

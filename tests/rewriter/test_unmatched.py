@@ -14,15 +14,16 @@ from typing import Any
 
 import pytest
 import torch
-from build import LEVELS, compiled_graphs, decompositions, identity, rows, run
-from tolerances import assert_close
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
+
+from build import LEVELS, compiled_graphs, decompositions, identity, rows, run
+from tolerances import assert_close
 
 Made = tuple[nn.Module, tuple[Any, ...]]
 
 
-# --- a hundred small modules ----------------------------------------------------------------------------
+# --- a hundred small modules --------------------------------------------------------------------
 
 
 def _mlp(i: int) -> Made:
@@ -102,7 +103,7 @@ def modules() -> dict[str, Callable[[], Made]]:
     return made
 
 
-# --- seeded random graphs -------------------------------------------------------------------------------
+# --- seeded random graphs -----------------------------------------------------------------------
 
 _UNARY = (torch.relu, torch.sigmoid, torch.tanh, torch.exp, torch.neg, torch.square, torch.abs)
 _BINARY = (torch.add, torch.mul, torch.sub, torch.maximum)
@@ -192,7 +193,7 @@ def test_two_hundred_modules_stay_as_they_are(group: int, level: str) -> None:
             assert report.nodes_before == report.nodes_after
 
 
-# --- transformers ---------------------------------------------------------------------------------------
+# --- transformers -------------------------------------------------------------------------------
 
 
 def _config(kind: str) -> Any:

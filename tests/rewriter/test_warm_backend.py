@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from tests.tolerances import tolerance
 
 ROOT = Path(__file__).parents[2]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.tolerances import assert_close
 from torch import Tensor
 
 from k3fuse.patterns.models import KdaState, KimiK3, KimiK3Config, MlaState, init_weights
@@ -16,7 +17,6 @@ from k3fuse.patterns.models.mla import GatedLatentAttention
 from k3fuse.patterns.models.moe import GatedMlp, LatentMoe, MxExperts, Router
 from k3fuse.patterns.models.mx import E2M1_VALUES, mxfp8_round
 from k3fuse.patterns.models.parallel import TensorParallel
-from tests.tolerances import assert_close
 
 CONFIG = KimiK3Config.small()
 ONE = TensorParallel()

@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
+from tests.tolerances import assert_close
 
 from k3fuse.patterns.models.moe import select_experts
 from k3fuse.patterns.models.mx import E2M1_VALUES, e2m1_decode, mxfp4_dequantise, mxfp8_round
 from k3fuse.patterns.models.parallel import rms_norm, situ
-from tests.tolerances import assert_close
 
 
 def e4m3_value(code: int) -> float:

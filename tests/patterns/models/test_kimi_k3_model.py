@@ -182,7 +182,7 @@ def test_full_size_step_on_meta(tp: int) -> None:
     assert count.ops["_c10d_functional.all_reduce.default"] == 93 + 1 + 2 * 92
     assert count.ops["aten.topk.default"] == 92
     assert count.ops["aten._softmax.default"] == 2 * 93 + 1 + 24
-    assert sum(count.ops.values()) < 260 * 93
+    assert sum(count.ops.values()) < 300 * 93
 
 
 def test_full_size_step_on_fake_tensors() -> None:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.tolerances import assert_close
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import start_processes
 
 from k3fuse.patterns.models import KimiK3, KimiK3Config, init_weights
-from tests.tolerances import assert_close
 
 CONFIG = KimiK3Config.small()
 STEPS = 3
