@@ -26,10 +26,10 @@ class Options:
     target: see Target.parse; None detects it. inner: what compiles the rewritten graph; "inductor",
     "aot_eager" or "eager". plan: treat kernels that do not exist yet as if they did. dry_run: match
     and report, edit nothing. strict: an expected site that was not rewritten, or a rank that
-    disagrees, is an error. expect: pattern name -> expected sites; sites of all graphs of one model
-    are added up by the caller. disable: pattern names left alone. only_layers: rewrite only these
+    disagrees, is an error. expect: pattern name -> expected sites of one graph; for a model of
+    several graphs call backend.check(expect) after its first step. disable: pattern names left alone. only_layers: rewrite only these
     layers (None: all). first_layer: number of the graph's first layer. validate: checks after the
-    rewrite, "off" or "structure" ("values" is reserved and does the same). log: what each rewrite
+    rewrite, "off" or "structure". log: what each rewrite
     logs; "off", "summary" (3 reasons), "explain" or "all" (every reason). dump_dir: folder for text
     dumps ("": none). groups: process group name -> ranks, where torch.distributed cannot tell.
     """
