@@ -61,9 +61,11 @@ def k3fuse(
     return _aot(gm, example_inputs, chosen)
 
 
-def _rewrite(module: fx.GraphModule, options: Options) -> Report:
+def _rewrite(module: fx.GraphModule, options: Options, *, recompile: bool = True) -> Report:
     """Rewrite one AOT graph so that all ranks end with the same graph."""
-    report = rewrite(module, options, source="torch.compile", consent=_ask_ranks)
+    report = rewrite(
+        module, options, source="torch.compile", recompile=recompile, consent=_ask_ranks
+    )
     differs = [r for s in report.sites for r in s.reasons if r.code is Code.RANK_DISAGREES]
     if differs:
         if options.strict:
@@ -121,7 +123,8 @@ class _JointPass(CustomGraphPass):
         """Rewrite an inference graph; leave a training graph as it is."""
         names = [n.name for n in graph.nodes if n.op == "placeholder"]
         if graph.owning_module is not None and not any(n.startswith("tangents_") for n in names):
-            _rewrite(graph.owning_module, self.options)
+            # Inductor reads the graph, not the module's Python code.
+            _rewrite(graph.owning_module, self.options, recompile=False)
 
     def uuid(self) -> str:
         """Part of Inductor's cache key."""

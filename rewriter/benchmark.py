@@ -18,6 +18,10 @@ from k3fuse.rewriter.options import Options
 from k3fuse.rewriter.target import Target
 
 
+# Layers with every form: KDA and MLA, dense and MoE, with and without a block write.
+_WARM_UP = 4
+
+
 def machine() -> str:
     """CPU model, cores, Python and torch versions: what a figure was measured on."""
     model = platform.processor() or platform.machine()
@@ -38,12 +42,12 @@ def measure(
 ) -> dict[str, Any]:
     """Rows of layers, nodes, rewrite_seconds, microseconds_per_node and Inductor's times.
 
-    One small rewrite runs first, so that imports and traced templates are not counted as growth;
+    A rewrite of a few layers runs first, so that imports and traced templates are not counted as growth;
     its own time is `first_rewrite_seconds`. compile_seconds is Inductor's compile of the same
     (unrewritten) graph, measured up to `compile_up_to` layers, else None.
     """
     parsed = Target.parse(target)
-    first = _rewrite(_graph(parsed, 1, progress), parsed)
+    first = _rewrite(_graph(parsed, _WARM_UP, progress), parsed)
     rows = []
     for layers in layer_counts:
         graph = _graph(parsed, layers, progress)
@@ -82,7 +86,7 @@ def _graph(target: Target, layers: int, progress: sources.Progress) -> sources.S
 def _rewrite(graph: sources.SourceGraph, target: Target) -> float:
     options = Options.make({"target": target, "plan": True, "groups": graph.groups, "log": "off"})
     start = time.perf_counter()
-    rewrite(graph.module, options, source=graph.name)
+    rewrite(graph.module, options, source=graph.name, recompile=False)
     return time.perf_counter() - start
 
 

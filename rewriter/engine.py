@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import time
 from collections import Counter
@@ -44,6 +45,37 @@ def rewrite(
     texts: keep each site's text before and after (for dumps). recompile: see Editor.finish.
     The graph must be a functional ATen graph with fake values in meta["val"].
     """
+    with _no_garbage_collection():
+        return _rewrite(
+            module, options, source, patterns, progress, texts, recompile, consent
+        )
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Pause the cyclic collector: walking a large graph's objects again and again frees nothing.
+
+    It takes a fifth of the time at 93 layers.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _rewrite(
+    module: fx.GraphModule,
+    options: Options,
+    source: str,
+    patterns: tuple[Pattern, ...] | None,
+    progress: Progress | None,
+    texts: bool,
+    recompile: bool,
+    consent: Callable[[Report], Reason | None] | None,
+) -> Report:
     target = options.target or Target.detect()
     loaded = load_patterns() if patterns is None else patterns
     say = progress or (lambda _: None)

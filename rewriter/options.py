@@ -27,9 +27,9 @@ class Options:
     "aot_eager" or "eager". plan: treat kernels that do not exist yet as if they did. dry_run: match
     and report, edit nothing. strict: an expected site that was not rewritten, or a rank that
     disagrees, is an error. expect: pattern name -> expected sites of one graph; for a model of
-    several graphs call backend.check(expect) after its first step. disable: pattern names left alone. only_layers: rewrite only these
-    layers (None: all). first_layer: number of the graph's first layer. validate: checks after the
-    rewrite, "off" or "structure". log: what each rewrite
+    several graphs call backend.check(expect) after its first step. disable: pattern names left
+    alone. only_layers: rewrite only these layers (None: all). first_layer: number of the graph's
+    first layer. validate: checks after the rewrite, "off" or "structure". log: what each rewrite
     logs; "off", "summary" (3 reasons), "explain" or "all" (every reason). dump_dir: folder for text
     dumps ("": none). groups: process group name -> ranks, where torch.distributed cannot tell.
     """
