@@ -141,3 +141,16 @@ def test_every_rank_decides_alike() -> None:
     assert one.site_hash() == other.site_hash()
     assert one.site_hash() != rewritten(2, 16, 4).site_hash()
     assert one.site_hash() != rewritten(4, 8, 4).site_hash()
+
+
+@pytest.mark.slow
+def test_the_full_model_at_tp16() -> None:
+    report = rewritten(93, 16, 64)
+    check(report, 93)
+    forms = Counter((s.pattern, s.form) for s in report.sites)
+    assert forms["attention_projection", "kda merged x1"] == 69
+    assert forms["attention_projection", "mla merged x1"] == 24
+    assert forms["output_projection", "attn_res block write"] == 8
+    assert forms["output_projection", "attn_res"] == 85
+    layers = sorted(s.layer for s in report.sites if s.pattern == "output_projection")
+    assert layers == list(range(93))
