@@ -134,6 +134,7 @@ def bench_text(document: dict[str, Any]) -> list[Any]:
         "layers",
         "nodes",
         "rewrite_seconds",
+        "rewrite_cpu_seconds",
         "microseconds_per_node",
         "inductor_pattern_seconds",
         "compile_seconds",

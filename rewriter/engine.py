@@ -46,9 +46,7 @@ def rewrite(
     The graph must be a functional ATen graph with fake values in meta["val"].
     """
     with _no_garbage_collection():
-        return _rewrite(
-            module, options, source, patterns, progress, texts, recompile, consent
-        )
+        return _rewrite(module, options, source, patterns, progress, texts, recompile, consent)
 
 
 @contextmanager

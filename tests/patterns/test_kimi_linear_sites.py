@@ -9,7 +9,13 @@ import pytest
 from k3fuse.rewriter.inspecting import inspect_source
 
 # Four layers: KDA + dense, KDA + MoE, KDA + MoE, MLA + MoE.
-SITES = {"attention_projection": 4, "output_projection": 4, "router": 3, "experts": 3, "attn_res": 0}
+SITES = {
+    "attention_projection": 4,
+    "output_projection": 4,
+    "router": 3,
+    "experts": 3,
+    "attn_res": 0,
+}
 
 
 def counts(document: dict[str, Any], outcome: str) -> dict[str, int]:
