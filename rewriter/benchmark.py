@@ -18,7 +18,6 @@ from k3fuse.rewriter.engine import rewrite
 from k3fuse.rewriter.options import Options
 from k3fuse.rewriter.target import Target
 
-
 # Layers with every form: KDA and MLA, dense and MoE, with and without a block write.
 _WARM_UP = 4
 
@@ -43,8 +42,8 @@ def measure(
 ) -> dict[str, Any]:
     """Rows of layers, nodes, rewrite times, microseconds_per_node and Inductor's times.
 
-    A rewrite of a few layers runs first, so that imports and traced templates are not counted as growth;
-    its own time is `first_rewrite_seconds`. compile_seconds is Inductor's compile of the same
+    A rewrite of a few layers runs first, so that imports and traced templates are not counted as
+    growth; its own time is `first_rewrite_seconds`. compile_seconds is Inductor's compile of the same
     (unrewritten) graph, measured up to `compile_up_to` layers, else None.
     """
     parsed = Target.parse(target)

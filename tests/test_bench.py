@@ -14,6 +14,7 @@ KEYS = {
     "layers",
     "nodes",
     "rewrite_seconds",
+    "rewrite_cpu_seconds",
     "microseconds_per_node",
     "inductor_pattern_seconds",
     "compile_seconds",
@@ -38,6 +39,7 @@ def test_rows_have_the_contract_keys_and_positive_figures(document: dict[str, An
     for row in document["rows"]:
         assert set(row) == KEYS
         assert row["rewrite_seconds"] > 0
+        assert row["rewrite_cpu_seconds"] > 0
         assert row["inductor_pattern_seconds"] > 0
         assert row["compile_seconds"] is None
         expected = 1e6 * row["rewrite_seconds"] / row["nodes"]
