@@ -43,8 +43,8 @@ def measure(
     """Rows of layers, nodes, rewrite times, microseconds_per_node and Inductor's times.
 
     A rewrite of a few layers runs first, so that imports and traced templates are not counted as
-    growth; its own time is `first_rewrite_seconds`. compile_seconds is Inductor's compile of the same
-    (unrewritten) graph, measured up to `compile_up_to` layers, else None.
+    growth; its own time is `first_rewrite_seconds`. compile_seconds is Inductor's compile of the
+    same (unrewritten) graph, measured up to `compile_up_to` layers, else None.
     """
     parsed = Target.parse(target)
     first, _ = _rewrite(_graph(parsed, _WARM_UP, progress), parsed)
