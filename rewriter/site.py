@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -127,7 +127,7 @@ def flatten_nodes(values: Any) -> list[fx.Node]:
     return found
 
 
-def in_order(nodes: Sequence[fx.Node], index: Mapping[fx.Node, int]) -> tuple[fx.Node, ...]:
+def in_order(nodes: Iterable[fx.Node], index: Mapping[fx.Node, int]) -> tuple[fx.Node, ...]:
     """Unique nodes in graph order."""
     return tuple(sorted(set(nodes), key=index.__getitem__))
 
