@@ -144,7 +144,12 @@ def commands(_: str) -> str:
     rows = []
 
     def add(group: click.Group, prefix: str) -> None:
-        for name, found in group.commands.items():
+        context = click.Context(group)
+        own = list(group.commands)
+        for name in [*own, *(n for n in group.list_commands(context) if n not in own)]:
+            found = group.get_command(context, name)
+            if found is None:
+                raise ValueError(f"command {name!r} does not load")
             if isinstance(found, click.Group):
                 add(found, f"{prefix} {name}")
                 continue

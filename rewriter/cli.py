@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,24 @@ def _count(_: Any, __: Any, text: str) -> int | None:
     return int(text)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Commands(click.Group):
+    """The commands of this file and those of the entry points `k3fuse.commands`, loaded on use."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        """All names, sorted."""
+        return sorted({*self.commands, *entry_points(group="k3fuse.commands").names})
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        """One command; None where there is none of that name."""
+        if (found := super().get_command(context, name)) is not None:
+            return found
+        for entry in entry_points(group="k3fuse.commands", name=name):
+            loaded: click.Command = entry.load()
+            return loaded
+        return None
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="k3fuse")
 def main() -> None:
     """Rewrite Kimi K3 decode graphs onto fused kernels, and say what did not match and why.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import fnmatch
 import json
 import subprocess
 import sys
@@ -17,7 +18,13 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("rewriter", "patterns", "kernels")
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
-GROUPS = ("torch_dynamo_backends", "k3fuse.patterns", "k3fuse.sources", "console_scripts")
+GROUPS = (
+    "torch_dynamo_backends",
+    "k3fuse.patterns",
+    "k3fuse.commands",
+    "k3fuse.sources",
+    "console_scripts",
+)
 
 
 def modules() -> list[Path]:
@@ -52,6 +59,18 @@ def test_every_root_is_typed() -> None:
     for folder in FOLDERS:
         assert (ROOT / folder / "py.typed").is_file(), folder
         assert "py.typed" in PROJECT["tool"]["setuptools"]["package-data"][f"k3fuse.{folder}"]
+
+
+def test_no_tool_skips_a_folder_of_ours() -> None:
+    """Pytest, ruff and git skip folders called `build` unless they are told not to."""
+    tools = PROJECT["tool"]
+    skipped = [*tools["pytest"]["ini_options"]["norecursedirs"], *tools["ruff"]["exclude"]]
+    skipped += [
+        line.strip("/") for line in (ROOT / ".gitignore").read_text().split() if line[0] != "/"
+    ]
+    names = {p.parent.name for f in ("tests", *FOLDERS) for p in (ROOT / f).rglob("*.py")}
+    assert "build" in names
+    assert {n for n in names for s in skipped if fnmatch.fnmatch(n, s)} == set()
 
 
 HEAVY = ("vllm", "triton", "cuda", "cutlass", "transformers", "torch._inductor", "torch._dynamo")
