@@ -107,7 +107,7 @@ def build(
 @click.argument("op")
 @click.option("--packed", type=click.Path(path_type=Path), help="From a packed file, not built.")
 @click.option("--ptx", is_flag=True, help="Print the PTX, too.")
-@click.option("--key", is_flag=True, help="Print the factors of the cache key, too.")
+@click.option("--key", is_flag=True, help="Print the cache key's factors, and what changed.")
 @_what
 @_cache
 @_shared
@@ -138,7 +138,7 @@ def show(
     for row, built in zip(details, found, strict=True):
         parts += _details_text(row)
         if key:
-            parts += ["", "key " + row["key"], *(f"  {n}: {v}" for n, v in row["factors"].items())]
+            parts += ["", *_key_text(row)]
         if ptx:
             parts += ["", built.ptx]
     console.emit("\n".join(parts), output)
@@ -243,11 +243,12 @@ def _row(variant: Variant, built: Built | None) -> dict[str, Any]:
 def _details(built: Built, *, ptx: bool) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from k3fuse.kernels.build.cache import key_of
+    from k3fuse.kernels.build.cache import diff_factors, key_factors, key_of
     from k3fuse.kernels.build.resources import SM_COUNTS, occupancy
 
     plan = built.plan.to_json()
     factors = dict(built.factors)
+    changed = diff_factors(factors, key_factors(built.variant))
     return {
         **_row(built.variant, built),
         "shape": dict(built.variant.shape),
@@ -261,6 +262,7 @@ def _details(built: Built, *, ptx: bool) -> dict[str, Any]:
         "sass": _most_first(built.resources.sass),
         "key": key_of(factors),
         "factors": factors,
+        "changed": {name: list(pair) for name, pair in changed.items()},
         **({"ptx": built.ptx} if ptx else {}),
     }
 
@@ -314,4 +316,15 @@ def _details_text(row: dict[str, Any]) -> list[str]:
     else:
         most = ", ".join(f"{name} {count}" for name, count in list(row["sass"].items())[:10])
         lines.append(f"  SASS        {sum(row['sass'].values())} instructions: {most}")
+    return lines
+
+
+def _key_text(row: dict[str, Any]) -> list[str]:
+    """Return the key, its factors, and those that a build here and now would have otherwise."""
+    lines = ["key " + row["key"], *(f"  {n}: {v or '-'}" for n, v in row["factors"].items())]
+    if row["changed"]:
+        lines.append("a build here and now would differ in")
+        lines += [
+            f"  {n}: {old or '-'} -> {new or '-'}" for n, (old, new) in row["changed"].items()
+        ]
     return lines

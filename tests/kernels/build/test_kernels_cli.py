@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from workbench_cases import ARCHS, OP, STORED
 
 from k3fuse.kernels.build import compile as compile_module
 from k3fuse.kernels.build import packed
+from k3fuse.kernels.build.cache import key_factors
 from k3fuse.rewriter.cli import main
 
 KEYS = {
@@ -127,6 +129,20 @@ def test_show_prints_for_people() -> None:
     assert "  arch: sm_103a" in text
 
 
+def test_show_says_what_changed_since_a_kernel_was_built(tmp_path: Path) -> None:
+    file = tmp_path / "old.k3pack"
+    (kernel,) = (k for k in packed.load(STORED) if k.variant.arch == "sm_103a")
+    current = key_factors(kernel.variant)
+    old = {**current, "version:torch": "1.0", "sources:build": "0"}
+    packed.pack([replace(kernel, factors=tuple(old.items()))], file)
+    (row,) = kernels(call("show", OP, "--packed", file, "--json"))
+    assert row["changed"] == {n: [old[n], current[n]] for n in ("version:torch", "sources:build")}
+    text = call("show", OP, "--packed", file, "--key").stdout
+    assert f"  version:torch: 1.0 -> {current['version:torch']}" in text
+    packed.pack([replace(kernel, factors=tuple(current.items()))], file)
+    assert "would differ" not in call("show", OP, "--packed", file, "--key").stdout
+
+
 def test_a_packed_file_of_another_arch_is_one_line(tmp_path: Path) -> None:
     file = tmp_path / "hopper.k3pack"
     packed.pack([k for k in packed.load(STORED) if k.variant.arch == "sm_90a"], file)
@@ -156,6 +172,7 @@ def test_build_list_show_and_pack(cache: Path, tmp_path: Path) -> None:
     assert {k: shown[k] for k in built} == built
     assert ".target sm_103a" in shown["ptx"]
     assert shown["factors"]["arch"] == "sm_103a"
+    assert shown["changed"] == {}
     file = tmp_path / "out" / "one.k3pack"
     document = json.loads(call("pack", OP, "--json", *where, "-o", file).stdout)
     assert document["kernels"] == [built]
