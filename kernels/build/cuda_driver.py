@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import dataclass
 from typing import Any
 
 from k3fuse.kernels.build.errors import LaunchError
@@ -12,6 +13,14 @@ NO_DRIVER = (
     "no CUDA driver or device on this machine; launch on a machine with an NVIDIA GPU "
     "(building, showing and packing kernels need none)"
 )
+
+
+@dataclass
+class _Prepared:
+    """A CUlaunchConfig and the stream it names; -1 before the first launch."""
+
+    structure: Any
+    stream: int = -1
 
 
 class CudaPythonDriver:
@@ -62,7 +71,7 @@ class CudaPythonDriver:
         self._call("cuFuncSetAttribute", function, attribute, 1)
 
     def configure(self, config: LaunchConfig) -> Any:
-        """Return the driver's structure; its stream is filled in by `launch`."""
+        """Fill in the driver's structure, but for the stream."""
         made = self._api.CUlaunchConfig()
         made.gridDimX, made.gridDimY, made.gridDimZ = config.grid
         made.blockDimX, made.blockDimY, made.blockDimZ = config.block
@@ -70,13 +79,15 @@ class CudaPythonDriver:
         attributes = self._attributes(config)
         made.attrs = attributes
         made.numAttrs = len(attributes)
-        return made
+        return _Prepared(made)
 
     def launch(self, config: Any, function: Any, stream: int, parameters: int) -> None:
         """`cuLaunchKernelEx`; raises LaunchError with the driver's name of the error."""
-        config.hStream = self._api.CUstream(stream)
-        (status,) = self._api.cuLaunchKernelEx(config, function, parameters, 0)
-        if int(status) != 0:
+        if stream != config.stream:  # a new stream object costs as much as the launch
+            config.structure.hStream = self._api.CUstream(stream)
+            config.stream = stream
+        (status,) = self._api.cuLaunchKernelEx(config.structure, function, parameters, 0)
+        if status:
             raise LaunchError(f"cuLaunchKernelEx failed: {_name(status)}")
 
     def _attributes(self, config: LaunchConfig) -> list[Any]:

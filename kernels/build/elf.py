@@ -50,7 +50,7 @@ def read_cubin(data: bytes) -> Cubin:
     try:
         sections = _sections(data)
         return Cubin(_arch(data), tuple(_kernels(data, sections)))
-    except (struct.error, KeyError, UnicodeDecodeError, IndexError) as error:
+    except (struct.error, KeyError, ValueError, IndexError) as error:
         raise BuildError(f"the cubin is damaged: {error!r}; build it again") from None
 
 

@@ -78,6 +78,16 @@ def test_every_truncation_is_one_error() -> None:
         read_cubin(whole[:18] + b"\x3e\x00" + whole[20:])
 
 
+def test_flipped_bytes_are_an_error_or_harmless() -> None:
+    whole, refused = KERNELS["sm_90a"].cubin, 0
+    for at in range(0, len(whole), 13):
+        try:
+            read_cubin(whole[:at] + bytes([whole[at] ^ 0xA5]) + whole[at + 1 :])
+        except BuildError:
+            refused += 1
+    assert refused > 10
+
+
 REMARKS = """\
 remark[ptxas info]: ptxas output: ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function 'first' for 'sm_103a'
