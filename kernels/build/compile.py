@@ -23,6 +23,9 @@ from k3fuse.kernels.build.variant import Plan, Variant, builder, offsets
 # registers and spills, which it prints on standard error.
 COMPILER_OPTIONS = ("--keep-ptx", "--keep-cubin", "remarks{ptx}")
 
+# What the DSL prints and the host code it makes are read; other versions may differ.
+NOT_UNDERSTOOD = "this version of the DSL is not understood; pip install nvidia-cutlass-dsl==4.8.1"
+
 _capturing = threading.Lock()
 
 
@@ -69,7 +72,7 @@ def compile_variant(variant: Variant) -> Built:
     if registers != kernel.registers:
         raise BuildError(
             f"{variant.label}: the assembler reports {registers} registers, the cubin "
-            f"{kernel.registers}; this version of the DSL is not understood"
+            f"{kernel.registers}; {NOT_UNDERSTOOD}"
         )
     # From sm_90 on the system's part is counted in the static section.
     static = max(0, kernel.static_smem - RESERVED_SMEM)
@@ -130,8 +133,7 @@ def read_remarks(text: str, entry: str) -> tuple[int, int]:
         if part.startswith(f"'{entry}'") and used and spills:
             return int(used[1]), int(spills[1]) + int(spills[2])
     raise BuildError(
-        f"the compiler reported no registers and spills for {entry!r}; "
-        "this version of the DSL is not understood"
+        f"the compiler reported no registers and spills for {entry!r}; {NOT_UNDERSTOOD}"
     )
 
 
@@ -156,12 +158,15 @@ def _check(variant: Variant, plan: Plan, kernel: KernelFacts, host: str) -> None
     if kernel.block is not None:
         compared.append(("block", plan.block, kernel.block))
     launch = launch_of(host)
-    if launch is not None:
-        compared += [
-            ("grid", plan.grid, launch.grid),
-            ("block", plan.block, launch.block),
-            ("dynamic shared memory", plan.dynamic_smem, launch.dynamic_smem),
-        ]
+    if launch is None:
+        raise BuildError(f"{variant.label}: no launch in the DSL's host code; {NOT_UNDERSTOOD}")
+    compared += [
+        ("grid", plan.grid, launch.grid),
+        ("block", plan.block, launch.block),
+        ("cluster", plan.cluster, launch.cluster),
+        ("dynamic shared memory", plan.dynamic_smem, launch.dynamic_smem),
+        ("pdl", plan.pdl, launch.pdl),
+    ]
     for what, said, found in compared:
         if said != found:
             raise BuildError(

@@ -80,6 +80,8 @@ def test_spills_are_counted() -> None:
 WRONG: dict[str, Callable[[Plan], Plan]] = {
     "grid": lambda p: replace(p, grid=(3, 1, 1)),
     "block": lambda p: replace(p, block=(64, 1, 1)),
+    "cluster": lambda p: replace(p, cluster=(2, 1, 1)),
+    "pdl": lambda p: replace(p, pdl=True),
     "dynamic shared memory": lambda p: replace(p, dynamic_smem=p.dynamic_smem - 4),
     "parameters": lambda p: replace(p, parameters=p.parameters[:2]),
     "parameters (": lambda p: replace(p, parameters=(*p.parameters[:2], Parameter("y", "i32"))),
@@ -129,3 +131,11 @@ def test_shared_memory_is_static_and_dynamic() -> None:
         replace(stored.resources, static_smem=100),
     )  # fmt: skip
     assert grown.smem_bytes == stored.smem_bytes + 100
+
+
+def test_host_code_of_another_form_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs_dsl()
+    assert compile_variant(gemv()).entry
+    monkeypatch.setattr(compile_module, "launch_of", lambda text: None)
+    with pytest.raises(BuildError, match="not understood; pip install nvidia-cutlass-dsl=="):
+        compile_variant(gemv())

@@ -164,10 +164,45 @@ HOST = """\
 )  # fmt: skip
 
 
+ATTRIBUTE = "!llvm.struct<(i32, array<4 x i8>, array<64 x i8>)>"
+TRIPLE = "!llvm.struct<(i32, i32, i32)>"
+
+
+def element(name: str, base: str, index: int, kind: str) -> str:
+    return f"    {name} = llvm.getelementptr {base}[0, {index}] : (!llvm.ptr) -> !llvm.ptr, {kind}"
+
+
+def attribute(number: int, name: int, values: list[str]) -> str:
+    """Host code that sets one attribute to one constant, or to a triple of them."""
+    base = f"%a{number}"
+    lines = [
+        f"    %c{number} = llvm.mlir.constant({name} : i32) : i32",
+        element(f"%i{number}", base, 0, ATTRIBUTE),
+        f"    llvm.store %c{number}, %i{number} : i32, !llvm.ptr",
+        element(f"%v{number}", base, 2, ATTRIBUTE),
+    ]
+    for at, value in enumerate(values):
+        place = f"%v{number}"
+        if len(values) > 1:
+            place += str(at)
+            lines.append(element(place, f"%v{number}", at, TRIPLE))
+        lines.append(f"    llvm.store {value}, {place} : i32, !llvm.ptr")
+    return "\n".join(lines) + "\n"
+
+
 def test_the_host_code_states_the_launch() -> None:
     assert launch_of(HOST) == HostLaunch((1792, 1, 1), (128, 1, 1), 512)
     assert launch_of(HOST.replace("constant(512 : i64)", "load")) is None
     assert launch_of("") is None
+
+
+def test_the_host_code_states_cluster_and_pdl() -> None:
+    cluster = attribute(1, 4, ["%8", "%7", "%7"])
+    on, off = (attribute(2, 6, [value]) for value in ("%7", "%5"))
+    plain = HostLaunch((1792, 1, 1), (128, 1, 1), 512)
+    assert launch_of(HOST + cluster + off) == replace(plain, cluster=(128, 1, 1))
+    assert launch_of(HOST + on) == replace(plain, pdl=True)
+    assert launch_of(HOST + off) == plain
 
 
 def at(sms: int, registers: int, smem: int, threads: int, cluster: int = 1) -> Occupancy:
