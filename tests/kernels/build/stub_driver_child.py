@@ -5,10 +5,9 @@ from __future__ import annotations
 import sys
 import time
 
-from workbench_cases import STORED, gemv, made
-
 from k3fuse.kernels.build import packed
 from k3fuse.kernels.build.launch import Launcher
+from workbench_cases import STORED, gemv, made
 
 
 def main() -> None:

@@ -10,13 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from workbench_cases import gemv, made
 
 from k3fuse.kernels.build import cache as cache_module
 from k3fuse.kernels.build.cache import Cache, default_folder, diff_factors, key_factors, key_of
 from k3fuse.kernels.build.compile import Built
 from k3fuse.kernels.build.errors import BuildError
 from k3fuse.kernels.build.variant import Variant
+from workbench_cases import gemv, made
 
 
 @pytest.fixture

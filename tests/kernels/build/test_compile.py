@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from workbench_cases import ARCHS, OP, SMALL, STORED, gemv
 
 from k3fuse.kernels.build import compile as compile_module
 from k3fuse.kernels.build import packed
@@ -18,6 +17,7 @@ from k3fuse.kernels.build.errors import BuildError, MissingDslError
 from k3fuse.kernels.build.resources import find_tool
 from k3fuse.kernels.build.variant import Parameter, Plan, Variant, builder
 from k3fuse.kernels.build.workbench_gemv import WorkbenchGemv
+from workbench_cases import ARCHS, OP, SMALL, STORED, gemv
 
 
 def needs_dsl() -> None:

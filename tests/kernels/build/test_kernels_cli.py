@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from workbench_cases import ARCHS, OP, STORED
 
 from k3fuse.kernels.build import compile as compile_module
 from k3fuse.kernels.build import packed
 from k3fuse.kernels.build.cache import key_factors
 from k3fuse.rewriter.cli import main
+from workbench_cases import ARCHS, OP, STORED
 
 KEYS = {
     "op", "variant", "arch", "registers", "spill_bytes", "smem_bytes", "grid", "block", "cluster",

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from workbench_cases import STORED, FakeDriver, gemv, made, mixed_plan
 
 from k3fuse.kernels.build import packed
 from k3fuse.kernels.build.errors import LaunchError
 from k3fuse.kernels.build.launch import LaunchConfig, Launcher, current_stream
+from workbench_cases import STORED, FakeDriver, gemv, made, mixed_plan
 
 POINTERS = (0x7F00_0000_1000, 0x7F00_0000_2000, 2**64 - 16)
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from workbench_cases import ARCHS, OP, STORED, gemv, made
 
 from k3fuse.kernels.build.errors import PackedError
 from k3fuse.kernels.build.packed import MANIFEST, SCHEMA, load, pack, select
+from workbench_cases import ARCHS, OP, STORED, gemv, made
 
 
 @pytest.fixture

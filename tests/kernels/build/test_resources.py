@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from workbench_cases import ARCHS, SMALL, STORED, made
 
 from k3fuse.kernels.build import packed
 from k3fuse.kernels.build.compile import read_remarks
@@ -23,6 +22,7 @@ from k3fuse.kernels.build.resources import (
     occupancy,
     sass_histogram,
 )
+from workbench_cases import ARCHS, SMALL, STORED, made
 
 KERNELS = {k.variant.arch: k for k in packed.load(STORED)}
 # Of the stored kernels, as cuobjdump -res-usage prints them.

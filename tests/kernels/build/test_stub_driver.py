@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from workbench_cases import STORED
 
 from k3fuse.kernels.build import packed
+from workbench_cases import STORED
 
 HERE = Path(__file__).parent
 ENTRY = packed.select(packed.load(STORED), "sm_90a", "workbench_gemv").entry

@@ -7,10 +7,10 @@ import subprocess
 import sys
 
 import pytest
-from workbench_cases import ARCHS, OP, SMALL, gemv, mixed_plan
 
 from k3fuse.kernels.build.errors import BuildError, VariantError
 from k3fuse.kernels.build.variant import BUILDERS, Parameter, Plan, Variant, builder, offsets
+from workbench_cases import ARCHS, OP, SMALL, gemv, mixed_plan
 
 
 def test_a_variant_has_a_name_and_sorted_sizes() -> None:

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from workbench_cases import STORED, FakeDriver
 
 from k3fuse.kernels.build import packed
 from k3fuse.kernels.build.launch import Launcher
 from k3fuse.kernels.build.resources import find_tool
 from k3fuse.rewriter.cli import main
+from workbench_cases import STORED, FakeDriver
 
 PAGE = Path(__file__).parents[3] / "docs" / "workbench.md"
 # Another version compiles otherwise; the output on the page is of this one.
