@@ -1,0 +1,39 @@
+"""A functional simulator of PTX on the CPU, in numpy.
+
+`simulate` runs a compiled kernel, all CTAs of all ranks at once, on torch CPU tensors, checks every
+memory access, and counts instructions and bytes. It says whether a kernel is right, not how long it
+takes. See docs/simulator.md.
+
+Modelled: integer, bit and float arithmetic, conversions to and from bf16, e4m3, e5m2, e2m1 and
+ue8m0, all memory spaces, divergence, named and cluster barriers, mbarriers, warp shuffles, votes
+and reductions, mma.sync and ldmatrix, atomics, cp.async, cp.async.bulk, st.async, distributed
+shared memory, and multimem stores. Not modelled yet: tcgen05, TMA tensor tiles, and data races
+(memory is sequentially consistent here). Anything not modelled raises UnsupportedPtxError, which
+names the instruction and its line.
+"""
+
+from k3fuse.kernels.simulator.counters import Bytes, SimReport
+from k3fuse.kernels.simulator.errors import (
+    BarrierError,
+    DeadlockError,
+    MemoryAccessError,
+    PtxSyntaxError,
+    SimulationError,
+    UnsupportedPtxError,
+)
+from k3fuse.kernels.simulator.launch import Fresh, Multicast, Owned, simulate
+
+__all__ = [
+    "BarrierError",
+    "Bytes",
+    "DeadlockError",
+    "Fresh",
+    "MemoryAccessError",
+    "Multicast",
+    "Owned",
+    "PtxSyntaxError",
+    "SimReport",
+    "SimulationError",
+    "UnsupportedPtxError",
+    "simulate",
+]

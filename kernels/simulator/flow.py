@@ -1,0 +1,203 @@
+"""Control flow of a kernel: basic blocks, what ends them, and which registers live across them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from k3fuse.kernels.simulator.errors import UnsupportedPtxError
+from k3fuse.kernels.simulator.syntax import (
+    Address,
+    Entry,
+    Instruction,
+    Operand,
+    Pair,
+    Register,
+    Symbol,
+    Vector,
+)
+
+EXIT = -1
+_NO_RESULT = frozenset(
+    [
+        "st",
+        "red",
+        "bra",
+        "bar",
+        "barrier",
+        "ret",
+        "exit",
+        "trap",
+        "fence",
+        "membar",
+        "prefetch",
+        "prefetchu",
+        "nanosleep",
+        "cp",
+        "discard",
+        "griddepcontrol",
+        "applypriority",
+        "setmaxnreg",
+    ]
+)
+_NO_RESULT_PREFIXES = (
+    "multimem.st",
+    "multimem.red",
+    "mbarrier.init",
+    "mbarrier.inval",
+    "mbarrier.expect_tx",
+    "mbarrier.complete_tx",
+)
+_JUMPS = ("bra", "ret", "exit")
+_WARP_WIDE = ("shfl", "vote", "redux", "match", "elect", "mma", "ldmatrix", "stmatrix", "movmatrix")
+
+
+@dataclass
+class Block:
+    """A run of instructions entered only at its top.
+
+    `end` says what follows: "next", "jump", "exit", "bar" or "cluster_wait"; `last` is the
+    instruction that does it. `uses` must be read on entry; `keeps` are written here and read later.
+    """
+
+    first: int
+    body: list[Instruction]
+    end: str = "next"
+    last: Instruction | None = None
+    target: int = EXIT
+    warp_wide: bool = False
+    uses: frozenset[str] = frozenset()
+    keeps: frozenset[str] = frozenset()
+    successors: list[int] = field(default_factory=list)
+
+
+def registers(operand: Operand | None) -> Iterable[str]:
+    """The register names inside an operand."""
+    if isinstance(operand, Register):
+        yield operand.name
+    elif isinstance(operand, Address):
+        yield from registers(operand.base)
+    elif isinstance(operand, Vector):
+        for item in operand.items:
+            yield from registers(item)
+    elif isinstance(operand, Pair):
+        yield from registers(operand.first)
+        yield from registers(operand.second)
+
+
+def has_result(instruction: Instruction) -> bool:
+    """Whether the first operand is written (rather than read)."""
+    if instruction.parts[0] in _NO_RESULT or instruction.opcode.startswith(_NO_RESULT_PREFIXES):
+        return False
+    first = instruction.operands[0] if instruction.operands else None
+    return not isinstance(first, Address)
+
+
+def results(instruction: Instruction) -> list[str]:
+    """The registers that an instruction writes."""
+    return list(registers(instruction.operands[0])) if has_result(instruction) else []
+
+
+def reads(instruction: Instruction) -> set[str]:
+    """The registers that it reads; a guarded result keeps its old value, so that is read too."""
+    names: set[str] = set()
+    start = 1 if has_result(instruction) else 0
+    for operand in instruction.operands[start:]:
+        names.update(registers(operand))
+    if instruction.guard is not None:
+        names.add(instruction.guard.name)
+        names.update(results(instruction))
+    return names
+
+
+def is_warp_wide(instruction: Instruction) -> bool:
+    """Whether the lanes of a warp must meet at this instruction."""
+    return instruction.parts[0] in _WARP_WIDE or instruction.opcode == "bar.warp.sync"
+
+
+def stop_of(instruction: Instruction) -> str | None:
+    """How this instruction ends a block, or None when it does not."""
+    parts = instruction.parts
+    if parts[0] in _JUMPS:
+        return "jump" if parts[0] == "bra" else "exit"
+    if parts[:3] == ("barrier", "cluster", "wait"):
+        return "cluster_wait"
+    if parts[0] in ("bar", "barrier") and "sync" in parts and "warp" not in parts:
+        return "bar"
+    return None
+
+
+def blocks_of(entry: Entry) -> list[Block]:
+    """Cut the code of an entry into basic blocks, in the order of the text."""
+    code = entry.instructions
+    cuts = {0, *entry.labels.values()}
+    straight = False  # whether this run of code already holds a warp-wide instruction
+    for place, instruction in enumerate(code):
+        if place in cuts:
+            straight = False
+        if stop_of(instruction):
+            cuts.add(place + 1)
+        elif is_warp_wide(instruction) and not straight:
+            cuts.add(place)
+            straight = True
+    starts = sorted(cut for cut in cuts if cut < len(code))
+    index = {start: number for number, start in enumerate(starts)}
+    blocks = []
+    for start, stop in zip(starts, [*starts[1:], len(code)], strict=True):
+        block = Block(start, code[start:stop])
+        block.warp_wide = is_warp_wide(code[start])
+        blocks.append(block)
+    for number, block in enumerate(blocks):
+        _connect(entry, block, number, len(blocks), index)
+    _liveness(blocks)
+    return blocks
+
+
+def _connect(entry: Entry, block: Block, number: int, total: int, index: dict[int, int]) -> None:
+    following = number + 1 if number + 1 < total else EXIT
+    last = block.body[-1]
+    kind = stop_of(last)
+    if kind is None:
+        block.successors = [following]
+        return
+    block.end, block.last = kind, block.body.pop()
+    if kind == "jump":
+        label = last.operands[0]
+        if not isinstance(label, Symbol) or label.name not in entry.labels:
+            raise UnsupportedPtxError(last.text, last.line, "branch target")
+        block.target = index.get(entry.labels[label.name], EXIT)
+        block.successors = [block.target] + ([following] if last.guard else [])
+    elif kind == "exit":
+        block.successors = [EXIT] + ([following] if last.guard else [])
+    else:
+        block.successors = [following]
+
+
+def _liveness(blocks: list[Block]) -> None:
+    uses: list[set[str]] = []
+    writes: list[set[str]] = []
+    for block in blocks:
+        used: set[str] = set()
+        written: set[str] = set()
+        for instruction in [*block.body, *([block.last] if block.last else [])]:
+            used |= reads(instruction) - written
+            written.update(results(instruction))
+        uses.append(used)
+        writes.append(written)
+    live_in = [set(used) for used in uses]
+    live_out: list[set[str]] = [set() for _ in blocks]
+    changed = True
+    while changed:
+        changed = False
+        for number in reversed(range(len(blocks))):
+            after: set[str] = set()
+            for successor in blocks[number].successors:
+                if successor != EXIT:
+                    after |= live_in[successor]
+            before = uses[number] | (after - writes[number])
+            if after != live_out[number] or before != live_in[number]:
+                live_out[number], live_in[number] = after, before
+                changed = True
+    for block, used, written, after in zip(blocks, uses, writes, live_out, strict=True):
+        block.uses = frozenset(used)
+        block.keeps = frozenset(written & after)

@@ -1,0 +1,292 @@
+"""The machine state of a group of CTAs, and one step of a set of lanes through it.
+
+A group is a run of whole clusters of one rank that advance together: every register is one numpy
+array over its lanes (or a single scalar when all lanes share it). Groups hold about 16 thousand
+lanes, so that the arrays of a step stay in the cache of a CPU core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from k3fuse.kernels.simulator.delivery import Delivery
+from k3fuse.kernels.simulator.flow import Block
+from k3fuse.kernels.simulator.memory import GlobalMemory, Origin
+from k3fuse.kernels.simulator.shared import SharedMemory
+from k3fuse.kernels.simulator.types import UNSIGNED, Array, Value, is_scalar, spread
+
+WARP = 32
+Dim3 = tuple[int, int, int]
+
+
+class Frame:
+    """The lanes that execute a block now, and the values of its registers for them.
+
+    `lanes` holds lane numbers of the group in rising order; `full` is True when it is all of them.
+    """
+
+    __slots__ = ("count", "env", "full", "group", "lanes")
+
+    def __init__(self, group: Group, lanes: Array, env: list[Any], full: bool) -> None:
+        self.group, self.lanes, self.env, self.full = group, lanes, env, full
+        self.count = len(lanes)
+
+    def array(self, value: Value) -> Array:
+        """The value as one element a lane."""
+        return spread(value, self.count)
+
+    def ctas(self) -> Array:
+        """The CTA (index in the group) of each lane."""
+        return self.group.lane_cta if self.full else self.group.lane_cta[self.lanes]
+
+    def origin(self, line: int, text: str) -> Origin:
+        """Origin executes the instruction, for messages."""
+        return Origin(self.group.rank, line, text, self.group.cta_numbers[self.ctas()])
+
+    def narrow(self, mask: Array, needed: list[int]) -> Frame:
+        """A frame of the lanes where `mask` is set, with the registers in the slots `needed`."""
+        env: list[Any] = [None] * len(self.env)
+        for slot in needed:
+            value = self.env[slot]
+            env[slot] = value if value is None or is_scalar(value) else value[mask]
+        return Frame(self.group, self.lanes[mask], env, False)
+
+    def widen(self, inner: Frame, mask: Array, slots: list[int], widths: list[int]) -> None:
+        """Bring the results of a narrowed frame back."""
+        for slot, width in zip(slots, widths, strict=True):
+            self.env[slot] = merged(self.env[slot], inner.env[slot], mask, self.count, width)
+
+
+def merged(old: Value, new: Value, place: Array, count: int, width: int) -> Array:
+    """A copy of `old` (undefined lanes 0) with `new` at `place`, a mask or lane numbers."""
+    if old is None or is_scalar(old):
+        dtype = np.bool_ if width == 1 else UNSIGNED[width]
+        result = np.full(count, 0 if old is None else old, dtype)
+    else:
+        result = old.copy()
+    result[place] = new
+    return result
+
+
+Step = Callable[[Frame], None]
+
+
+@dataclass
+class Code:
+    """A translated block: its steps, the register slots to fetch and to keep, and its end.
+
+    `condition` gives the guard of the last instruction (None: always taken); `arguments` the
+    operands of a barrier; `mask` the members of a leading warp-wide instruction.
+    """
+
+    block: Block
+    steps: list[Step]
+    uses: list[int]
+    keeps: list[int]
+    condition: Callable[[Frame], Value] | None = None
+    arguments: list[Callable[[Frame], Value]] = field(default_factory=list)
+    mask: Callable[[Frame], Value] | None = None
+    issued: int = 0
+
+
+@dataclass
+class Program:
+    """A translated entry."""
+
+    codes: list[Code]
+    widths: list[int]
+    shared_bytes: int
+    local_bytes: int
+
+
+@dataclass
+class BarrierState:
+    """One named barrier: arrivals of each CTA, and the lanes parked at it with their next block."""
+
+    arrived: Array
+    parked: list[tuple[Array, int]] = field(default_factory=list)
+    wanted: int | None = None
+
+
+@dataclass
+class Copy:
+    """Issued copies that complete when their lanes wait for them.
+
+    `kind` is "element" (`cp.async`) or "bulk"; `number` is the commit group of each lane, -1
+    before the commit. `perform` does the copy for the chosen lanes.
+    """
+
+    kind: str
+    lanes: Array
+    number: Array
+    perform: Callable[[Array], None]
+
+
+@dataclass
+class Wait:
+    """Why lanes did not advance: lane numbers, a text, and the round in which they last asked."""
+
+    lanes: Array
+    text: Callable[[int], str]
+    round: int
+
+
+class Group:
+    """Registers, shared memory and barriers of a run of clusters on one rank."""
+
+    def __init__(
+        self,
+        program: Program,
+        memory: GlobalMemory,
+        rank: int,
+        cta_numbers: Array,
+        shape: tuple[Dim3, Dim3, Dim3],
+        dynamic_smem: int,
+        parameters: list[Array],
+        delivery: Delivery,
+    ) -> None:
+        _, block, cluster = shape
+        self.program, self.memory, self.rank = program, memory, rank
+        self.cta_numbers, self.parameters = cta_numbers, parameters
+        self.threads = block[0] * block[1] * block[2]
+        self.ctas = len(cta_numbers)
+        self.size = self.ctas * self.threads
+        self.all_lanes = np.arange(self.size)
+        self.lane_cta = np.repeat(np.arange(self.ctas), self.threads)
+        self.thread = np.tile(np.arange(self.threads), self.ctas)
+        self.special = _special(cta_numbers, self.thread, shape, self.threads)
+        self.cluster_size = cluster[0] * cluster[1] * cluster[2]
+        cta_ranks = self.special["%cluster_ctarank"][:: self.threads].astype(np.int64)
+        self.cluster_base = np.arange(self.ctas) // self.cluster_size * self.cluster_size
+        self.shared = SharedMemory(
+            self.ctas, program.shared_bytes + dynamic_smem, self.cluster_base, cta_ranks
+        )
+        self.local = np.full((self.size, program.local_bytes), 0xFF, np.uint8)
+        self.local_written = np.zeros((self.size, program.local_bytes), np.bool_)
+        self.registers: list[Any] = [None] * len(program.widths)
+        self.work: dict[int, list[Array]] = {0: [self.all_lanes]}
+        self.alive = np.ones(self.size, np.bool_)
+        self.remaining = self.size
+        self.barriers: dict[int, BarrierState] = {}
+        self.cluster_arrived = np.zeros(self.ctas, np.int64)
+        self.cluster_phase = np.zeros(self.ctas, np.int64)
+        self.cluster_wanted = np.zeros(self.size, np.int64)
+        self.cluster_parked: list[tuple[Array, int]] = []
+        self.waits: dict[int, Wait] = {}
+        self.delivery = delivery
+        self.copies: list[Copy] = []
+        self.copy_groups: dict[str, Array] = {}
+        self.issues = [0] * len(program.codes)
+        self.round = 0
+
+    def execute(self, number: int, lanes: Array) -> Frame:
+        """Run the body of block `number` for `lanes`; returns the frame, for the block's end."""
+        code = self.program.codes[number]
+        full = len(lanes) == self.size
+        self.issues[number] += code.issued * _warps(lanes, full)
+        if full:
+            frame = Frame(self, self.all_lanes, self.registers, True)
+        else:
+            env: list[Any] = [None] * len(self.registers)
+            for slot in code.uses:
+                value = self.registers[slot]
+                env[slot] = value if value is None or is_scalar(value) else value[lanes]
+            frame = Frame(self, lanes, env, False)
+        for step in code.steps:
+            step(frame)
+        if not full:
+            for slot in code.keeps:
+                self._keep(slot, frame.env[slot], lanes)
+        return frame
+
+    def _keep(self, slot: int, value: Value, lanes: Array) -> None:
+        old = self.registers[slot]
+        if old is None or is_scalar(old) or not old.flags.writeable:
+            width = self.program.widths[slot]
+            self.registers[slot] = merged(old, value, lanes, self.size, width)
+        else:
+            old[lanes] = value
+
+    def push(self, number: int, lanes: Array) -> None:
+        """Send lanes to a block; a negative number means that they are done."""
+        if not len(lanes):
+            return
+        if number < 0:
+            self.alive[lanes] = False
+            self.remaining -= len(lanes)
+            return
+        self.work.setdefault(number, []).append(lanes)
+
+    def release(self) -> None:
+        """Give back the memory of registers: all lanes have left the kernel."""
+        self.registers, self.special = [], {}
+        self.local = self.local_written = np.zeros((0, 0), np.uint8)
+
+    def counts_by_cta(self, lanes: Array) -> Array:
+        """How many of the lanes belong to each CTA."""
+        return np.bincount(self.lane_cta[lanes], minlength=self.ctas)
+
+
+def _warps(lanes: Array, full: bool) -> int:
+    if full:
+        return len(lanes) // WARP
+    return int(np.count_nonzero(np.diff(lanes >> 5))) + 1
+
+
+def _special(
+    numbers: Array, thread: Array, shape: tuple[Dim3, Dim3, Dim3], threads: int
+) -> dict[str, Value]:
+    """The special registers: arrays over lanes, or scalars."""
+    grid, block, cluster = shape
+    result: dict[str, Value] = {}
+    cta = _split(numbers, grid)
+    for axis, name in enumerate("xyz"):
+        tid = _split(thread, block)[axis]
+        inside = cta[axis] % cluster[axis]
+        result[f"%tid.{name}"] = tid.astype(np.uint32)
+        result[f"%ntid.{name}"] = np.uint32(block[axis])
+        result[f"%ctaid.{name}"] = np.repeat(cta[axis], threads).astype(np.uint32)
+        result[f"%nctaid.{name}"] = np.uint32(grid[axis])
+        result[f"%cluster_ctaid.{name}"] = np.repeat(inside, threads).astype(np.uint32)
+        result[f"%cluster_nctaid.{name}"] = np.uint32(cluster[axis])
+        cluster_id = np.repeat(cta[axis] // cluster[axis], threads)
+        result[f"%clusterid.{name}"] = cluster_id.astype(np.uint32)
+        result[f"%nclusterid.{name}"] = np.uint32(grid[axis] // cluster[axis])
+    rank = [cta[axis] % cluster[axis] for axis in range(3)]
+    linear = rank[0] + cluster[0] * (rank[1] + cluster[1] * rank[2])
+    result["%cluster_ctarank"] = np.repeat(linear, threads).astype(np.uint32)
+    result["%cluster_nctarank"] = np.uint32(cluster[0] * cluster[1] * cluster[2])
+    lane = (thread % WARP).astype(np.uint32)
+    result["%laneid"] = lane
+    result["%warpid"] = (thread // WARP).astype(np.uint32)
+    one = np.uint32(1)
+    result["%lanemask_eq"] = one << lane
+    result["%lanemask_lt"] = (one << lane) - one
+    result["%lanemask_le"] = (one << lane) | ((one << lane) - one)
+    result["%lanemask_gt"] = ~result["%lanemask_le"]
+    result["%lanemask_ge"] = ~result["%lanemask_lt"]
+    return result
+
+
+def _split(linear: Array, shape: Dim3) -> tuple[Array, Array, Array]:
+    """Linear numbers -> x, y, z with x fastest."""
+    return linear % shape[0], linear // shape[0] % shape[1], linear // (shape[0] * shape[1])
+
+
+def cluster_order(grid: Dim3, cluster: Dim3) -> Iterator[int]:
+    """The CTA numbers of a grid, one cluster after the other, x fastest in both."""
+    counts = [grid[axis] // cluster[axis] for axis in range(3)]
+    for cz in range(counts[2]):
+        for cy in range(counts[1]):
+            for cx in range(counts[0]):
+                for z in range(cluster[2]):
+                    for y in range(cluster[1]):
+                        for x in range(cluster[0]):
+                            px = cx * cluster[0] + x
+                            py = cy * cluster[1] + y
+                            pz = cz * cluster[2] + z
+                            yield px + grid[0] * (py + grid[1] * pz)

@@ -1,0 +1,356 @@
+"""Asynchronous copies: cp.async, cp.async.bulk with mbarriers or bulk groups, st.async."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from k3fuse.kernels.simulator.errors import MemoryAccessError
+from k3fuse.kernels.simulator.machine import Copy, Frame, Group, Step
+from k3fuse.kernels.simulator.memory import Origin
+from k3fuse.kernels.simulator.ops_sync import barrier_places
+from k3fuse.kernels.simulator.syntax import Constant
+from k3fuse.kernels.simulator.translate import Reader, Site, operation
+from k3fuse.kernels.simulator.types import Array
+
+_LEVEL_HINTS = ("L2::128B", "L2::64B", "L2::256B", "L2::cache_hint")
+_PIECES = 4  # a bulk copy lands in this many pieces when delivery is random
+
+
+@operation("cp", selective=True)
+def copy_async(site: Site) -> Step:
+    """The `cp.async` family; tensor copies are not modelled."""
+    site.take("async")
+    if site.take("bulk"):
+        return _bulk(site)
+    if site.take("commit_group"):
+        site.done()
+        return lambda frame: commit(frame, "element")
+    if site.take("wait_all"):
+        site.done()
+        return lambda frame: wait_group(frame, "element", 0, uncommitted=True)
+    if site.take("wait_group"):
+        site.done()
+        return _wait_step(site, "element")
+    if site.take("mbarrier"):
+        return _arrive_after_copies(site)
+    return _element(site)
+
+
+def _wait_step(site: Site, kind: str) -> Step:
+    keep = site.operand(0)
+    if not isinstance(keep, Constant):
+        raise site.unsupported("the number of groups must be a constant")
+    return lambda frame: wait_group(frame, kind, keep.value)
+
+
+def _element(site: Site) -> Step:
+    """`cp.async`: 4, 8 or 16 bytes a lane, read and written only when the lane waits for them."""
+    while site.take("ca", "cg", *_LEVEL_HINTS):
+        pass
+    site.take("shared", "shared::cta")
+    site.take("global")
+    site.done()
+    size = site.operand(2)
+    if not isinstance(size, Constant) or size.value not in (4, 8, 16):
+        raise site.unsupported("copy size")
+    bytes_ = size.value
+    target, source = site.pointer(0, 32), site.pointer(1, 64)
+    given: Reader | None = site.bits(3, 32) if site.count > 3 else None
+    line, text = site.instruction.line, site.instruction.text
+
+    def run(frame: Frame) -> None:
+        group, who = frame.group, frame.origin(line, text)
+        place = group.shared.locate(
+            frame.array(target(frame)), frame.ctas(), bytes_, who, "asynchronous write"
+        )
+        address = frame.array(source(frame)).copy()
+        valid = None
+        if given is not None:
+            valid = np.minimum(frame.array(given(frame)).astype(np.int64), bytes_)
+        perform = _element_copy(group, place, address, valid, bytes_, who)
+        number = np.full(frame.count, -1, np.int64)
+        group.copies.append(Copy("element", frame.lanes.copy(), number, perform))
+
+    return run
+
+
+def _element_copy(
+    group: Group, place: Array, address: Array, valid: Array | None, size: int, who: Origin
+) -> Callable[[Array], None]:
+    width = 32 if size == 4 else 64
+    count = size * 8 // width
+
+    def perform(chosen: Array) -> None:
+        site = Origin(who.rank, who.line, who.text, who.ctas[chosen])
+        if valid is None:
+            values = group.memory.load(address[chosen], width, count, site)
+        else:
+            values = [np.zeros(len(chosen), np.uint64 if width == 64 else np.uint32)] * count
+            for amount in np.unique(valid[chosen]):
+                if amount not in (0, size):
+                    raise MemoryAccessError(
+                        f"cp.async of {amount} of {size} bytes: {site.where(0)}"
+                    )
+            some = np.flatnonzero(valid[chosen] == size)
+            if len(some):
+                loaded = group.memory.load(address[chosen][some], width, count, site)
+                values = [value.copy() for value in values]
+                for value, part in zip(values, loaded, strict=True):
+                    value[some] = part
+        group.shared.write(place[chosen], width, values)
+
+    return perform
+
+
+def commit(frame: Frame, kind: str) -> None:
+    """Close a group of the copies that these lanes issued."""
+    group = frame.group
+    numbers = _numbers(group, kind)
+    active = np.zeros(group.size, np.bool_)
+    active[frame.lanes] = True
+    for copy in group.copies:
+        if copy.kind == kind:
+            open_ = (copy.number < 0) & active[copy.lanes]
+            copy.number[open_] = numbers[copy.lanes[open_]]
+    numbers[frame.lanes] += 1
+
+
+def _numbers(group: Group, kind: str) -> Array:
+    if kind not in group.copy_groups:
+        group.copy_groups[kind] = np.zeros(group.size, np.int64)
+    return group.copy_groups[kind]
+
+
+def wait_group(frame: Frame, kind: str, keep: int, *, uncommitted: bool = False) -> None:
+    """Perform the copies of all but the latest `keep` groups: the latest moment that is legal."""
+    group = frame.group
+    numbers = _numbers(group, kind)
+    active = np.zeros(group.size, np.bool_)
+    active[frame.lanes] = True
+    left = []
+    for copy in group.copies:
+        due = active[copy.lanes] & (copy.number < numbers[copy.lanes] - keep)
+        if copy.kind != kind:
+            due[:] = False
+        elif not uncommitted:
+            due &= copy.number >= 0
+        if due.any():
+            copy.perform(np.flatnonzero(due))
+        if not due.all():
+            stay = np.flatnonzero(~due)
+            left.append(Copy(kind=copy.kind, lanes=copy.lanes[stay], number=copy.number[stay],
+                             perform=_subset(copy.perform, stay)))  # fmt: skip
+    group.copies = left
+
+
+def _subset(perform: Callable[[Array], None], stay: Array) -> Callable[[Array], None]:
+    return lambda chosen: perform(stay[chosen])
+
+
+def _arrive_after_copies(site: Site) -> Step:
+    """`cp.async.mbarrier.arrive.noinc`: complete the copies of the lane, then arrive."""
+    site.take("arrive")
+    if not site.take("noinc"):
+        raise site.unsupported("only .noinc is modelled")
+    site.take("shared", "shared::cta")
+    site.take("b64")
+    site.done()
+    places = barrier_places(site, 0, False)
+    line, text = site.instruction.line, site.instruction.text
+
+    def run(frame: Frame) -> None:
+        who = frame.origin(line, text)
+        wait_group(frame, "element", 0, uncommitted=True)
+        ones = np.ones(frame.count, np.int64)
+        frame.group.shared.arrive(places(frame, who), ones, ones * 0, who)
+
+    return run
+
+
+def _bulk(site: Site) -> Step:
+    if site.take("tensor"):
+        raise site.unsupported("tensor copies come in a later version")
+    if site.take("commit_group"):
+        site.done()
+        return lambda frame: commit(frame, "bulk")
+    if site.take("wait_group"):
+        site.take("read")
+        site.done()
+        return _wait_step(site, "bulk")
+    if site.take("prefetch"):
+        site.left.clear()
+        return lambda frame: None
+    target = site.take("shared::cluster", "shared::cta", "global")
+    source = site.take("global", "shared::cta")
+    if site.take("L2::cache_hint") and site.count < 4:
+        raise site.unsupported("no cache policy")
+    if site.take("bulk_group"):
+        site.done()
+        if (target, source) != ("global", "shared::cta"):
+            raise site.unsupported("direction")
+        return _bulk_out(site)
+    if not site.take("mbarrier::complete_tx::bytes"):
+        raise site.unsupported("completion mechanism")
+    site.done()
+    if target == "global" or source is None or site.count < 4:
+        raise site.unsupported("direction")
+    return _bulk_in(site, source)
+
+
+def _bulk_in(site: Site, source: str) -> Step:
+    """A run of bytes into shared memory (own or peer CTA), counted by an mbarrier there."""
+    target, size = site.pointer(0, 32), site.bits(2, 32)
+    from_global = source == "global"
+    origin = site.pointer(1, 64 if from_global else 32)
+    barrier = barrier_places(site, 3, True)
+    line, text = site.instruction.line, site.instruction.text
+
+    def run(frame: Frame) -> None:
+        group, who = frame.group, frame.origin(line, text)
+        places = group.shared.locate(
+            frame.array(target(frame)), frame.ctas(), 16, who, "bulk write", True
+        )
+        starts = frame.array(origin(frame))
+        if not from_global:
+            starts = group.shared.locate(starts, frame.ctas(), 16, who, "bulk read")
+        barriers, sizes = barrier(frame, who), frame.array(size(frame))
+        for lane in range(frame.count):
+            amount = int(sizes[lane])
+            one = Origin(who.rank, line, text, who.ctas[lane : lane + 1])
+            _check_run(group, int(places[lane]), amount, one)
+            pieces = [
+                _piece(group, int(starts[lane]), int(places[lane]), first, length,
+                       barriers[lane : lane + 1], from_global, one)
+                for first, length in _cut(amount, group.delivery.random is not None)
+            ]  # fmt: skip
+            group.delivery.send(group, pieces)
+
+    return run
+
+
+def _check_run(group: Group, place: int, amount: int, who: Origin) -> None:
+    offset = place % group.shared.size
+    if amount % 16 or amount <= 0:
+        raise MemoryAccessError(f"bulk copy of {amount} bytes, no multiple of 16: {who.where(0)}")
+    if offset + amount > group.shared.limit:
+        raise MemoryAccessError(
+            f"out-of-bounds bulk copy of {amount} bytes, "
+            f"{offset + amount - group.shared.limit} past the end of shared memory: {who.where(0)}"
+        )
+
+
+def _cut(amount: int, torn: bool) -> list[tuple[int, int]]:
+    """(first byte, length) of the pieces of a copy, multiples of 16."""
+    if not torn:
+        return [(0, amount)]
+    step = -(-amount // 16 // _PIECES) * 16
+    return [(first, min(step, amount - first)) for first in range(0, amount, step)]
+
+
+def _piece(
+    group: Group,
+    start: int,
+    place: int,
+    first: int,
+    length: int,
+    barrier: Array,
+    from_global: bool,
+    who: Origin,
+) -> Callable[[], None]:
+    def land() -> None:
+        if from_global:
+            content = read_run(group, start + first, length, who)
+        else:
+            marks = group.shared.written[start + first : start + first + length]
+            if not marks.all():
+                raise MemoryAccessError(f"bulk copy of unwritten shared memory: {who.where(0)}")
+            content = group.shared.data[start + first : start + first + length].copy()
+        group.shared.write_bytes(place + first, content)
+        group.shared.arrive(barrier, np.zeros(1, np.int64), np.array([-length]), who)
+
+    return land
+
+
+def read_run(group: Group, address: int, length: int, who: Origin) -> Array:
+    """`length` bytes of global memory from an address, a multiple of 16."""
+    places = np.uint64(address) + np.arange(0, length, 16, dtype=np.uint64)
+    ctas = np.broadcast_to(who.ctas[:1], (len(places),))
+    values = group.memory.load(places, 64, 2, Origin(who.rank, who.line, who.text, ctas))
+    return np.stack(values, axis=1).reshape(-1).view(np.uint8)
+
+
+def _bulk_out(site: Site) -> Step:
+    """Shared to global; the source is read when the lane waits for the group, or at the end."""
+    target, source, size = site.pointer(0, 64), site.pointer(1, 32), site.bits(2, 32)
+    line, text = site.instruction.line, site.instruction.text
+
+    def run(frame: Frame) -> None:
+        group, who = frame.group, frame.origin(line, text)
+        starts = group.shared.locate(frame.array(source(frame)), frame.ctas(), 16, who, "bulk read")
+        places = frame.array(target(frame)).copy()
+        sizes = frame.array(size(frame)).astype(np.int64)
+        for lane in range(frame.count):
+            _check_run(group, int(starts[lane]), int(sizes[lane]), who)
+
+        def perform(chosen: Array) -> None:
+            for lane in chosen:
+                steps = np.arange(0, int(sizes[lane]), 16)
+                ctas = np.broadcast_to(who.ctas[lane], (len(steps),))
+                site_ = Origin(who.rank, line, text, ctas)
+                values = group.shared.read(starts[lane] + steps, 64, 2, site_)
+                group.memory.store(places[lane] + steps.astype(np.uint64), 64, values, site_)
+
+        number = np.full(frame.count, -1, np.int64)
+        group.copies.append(Copy("bulk", frame.lanes.copy(), number, perform))
+
+    return run
+
+
+def finish_copies(group: Group) -> None:
+    """Perform the bulk copies that nobody waited for: the kernel has ended."""
+    for copy in group.copies:
+        if copy.kind == "bulk":
+            copy.perform(np.arange(len(copy.lanes)))
+    group.copies = []
+
+
+def store_async(site: Site) -> Step:
+    """`st.async`: 4 to 16 bytes into a peer CTA, counted by an mbarrier there."""
+    kind = site.take_type()
+    vector = site.take("v2", "v4")
+    while site.take("weak", "shared::cluster", "mbarrier::complete_tx::bytes"):
+        pass
+    site.done()
+    reads = site.item_bits(1, kind.width)
+    if kind.width not in (32, 64) or len(reads) != (int(vector[1:]) if vector else 1):
+        raise site.unsupported("st.async form")
+    target, barrier = site.pointer(0, 32), barrier_places(site, 2, True)
+    line, text, size = site.instruction.line, site.instruction.text, kind.width // 8
+
+    def run(frame: Frame) -> None:
+        group, who = frame.group, frame.origin(line, text)
+        places = group.shared.locate(
+            frame.array(target(frame)), frame.ctas(), size * len(reads), who, "write", True
+        )
+        barriers = barrier(frame, who)
+        pieces = [
+            _landing(group, places + item * size, kind.width, frame.array(read(frame)).copy(),
+                     barriers, who)
+            for item, read in enumerate(reads)
+        ]  # fmt: skip
+        group.delivery.send(group, pieces)
+
+    return run
+
+
+def _landing(
+    group: Group, places: Array, width: int, value: Array, barriers: Array, who: Origin
+) -> Callable[[], None]:
+    def land() -> None:
+        group.shared.write(places, width, [value])
+        count = np.zeros(len(places), np.int64)
+        group.shared.arrive(barriers, count, count - width // 8, who)
+
+    return land
