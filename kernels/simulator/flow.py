@@ -89,8 +89,7 @@ def has_result(instruction: Instruction) -> bool:
     """Whether the first operand is written (rather than read)."""
     if instruction.parts[0] in _NO_RESULT or instruction.opcode.startswith(_NO_RESULT_PREFIXES):
         return False
-    first = instruction.operands[0] if instruction.operands else None
-    return not isinstance(first, Address)
+    return bool(instruction.operands) and not isinstance(instruction.operands[0], Address)
 
 
 def results(instruction: Instruction) -> list[str]:

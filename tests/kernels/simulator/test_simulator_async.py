@@ -292,6 +292,7 @@ def test_ldmatrix(count: int, trans: str) -> None:
         "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1], 32;",
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
         "[%r1], [%d0, {%r2, %r3}], [%r4];",
+        "tcgen05.fence::before_thread_sync;",
         "add.rz.f32 %r5, %r0, %r0;",
         "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%r1,%r2,%r3,%r4}, {%r1,%r2,%r3,%r4}, "
         "{%r1,%r2}, {%r1,%r2,%r3,%r4};",
