@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from ptx_text import kernel, run
 
 from k3fuse.kernels.simulator import (
     BarrierError,
@@ -13,6 +12,7 @@ from k3fuse.kernels.simulator import (
     MemoryAccessError,
     UnsupportedPtxError,
 )
+from ptx_text import kernel, run
 
 SEEDS = range(20)
 ELEMENT = """

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from tolerances import assert_close
 
 from k3fuse.kernels.simulator import BarrierError, Fresh, MemoryAccessError, simulate
+from tolerances import assert_close
 
 cutlass: Any = pytest.importorskip("cutlass")
 pytest.importorskip("cuda.bindings.driver")

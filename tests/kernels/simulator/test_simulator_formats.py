@@ -9,9 +9,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from ptx_text import ints, lanewise
 
 from k3fuse.kernels.simulator import formats
+from ptx_text import ints, lanewise
 
 CASES = 20_000
 

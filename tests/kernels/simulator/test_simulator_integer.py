@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+
 from ptx_text import ints, lanewise
 
 MASK = 2**32 - 1

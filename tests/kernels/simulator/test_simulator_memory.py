@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ptx_text import kernel, run
 
 from k3fuse.kernels.simulator import (
     Fresh,
@@ -14,6 +13,7 @@ from k3fuse.kernels.simulator import (
     SimulationError,
     simulate,
 )
+from ptx_text import kernel, run
 
 COPY = """
   add.s64 %d11, %d0, %d10;

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from ptx_text import HEAD, kernel
 
 from k3fuse.kernels.simulator import PtxSyntaxError, UnsupportedPtxError
 from k3fuse.kernels.simulator.flow import EXIT, blocks_of
 from k3fuse.kernels.simulator.parser import parse
 from k3fuse.kernels.simulator.syntax import Address, Constant, Entry, Pair, Register, Symbol, Vector
+from ptx_text import HEAD, kernel
 
 
 def entry(text: str) -> Entry:

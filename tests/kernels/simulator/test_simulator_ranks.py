@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ptx_text import kernel
 
 from k3fuse.kernels.simulator import Fresh, Multicast, Owned, SimReport, simulate
+from ptx_text import kernel
 
 RANKS = 4
 EMPTY = -1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ptx_text import kernel, run
 
 from k3fuse.kernels.simulator import (
     BarrierError,
@@ -14,6 +13,7 @@ from k3fuse.kernels.simulator import (
     SimulationError,
     simulate,
 )
+from ptx_text import kernel, run
 
 SEEDS = range(20)
 ROTATE = """
