@@ -5,6 +5,7 @@ So a concept's decomposed form follows torch's versions instead of being written
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -90,6 +91,8 @@ def tokens_of(shape: Shape) -> sympy.Basic | None:
 
 @lru_cache(maxsize=1)
 def _inductor_table() -> dict[Any, Any]:
+    # Some decompositions read torch._inductor.lowering without importing it.
+    importlib.import_module("torch._inductor.lowering")
     from torch._inductor.decomposition import select_decomp_table
 
     return dict(select_decomp_table())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,8 @@ def decompositions(level: str) -> dict[Any, Any]:
     """Inductor's table, or none as AOTAutograd has it for a plain backend."""
     if level == "aot":
         return {}
+    # Some decompositions read torch._inductor.lowering without importing it.
+    importlib.import_module("torch._inductor.lowering")
     from torch._inductor.decomposition import select_decomp_table
 
     return dict(select_decomp_table())
