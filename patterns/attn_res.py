@@ -94,7 +94,7 @@ class AttnResAlone(Pattern):
             if mix.new_prefix is not None:
                 outputs.append(Output(mix.new_prefix, 1))
         return replacement(
-            site, view, attn_res, (mix.prefix, mix.delta, *score_arguments(view, mix)),
+            site, view, attn_res, (mix.prefix, mix.delta, *score_arguments(mix)),
             results=results, shapes=[row] * len(results), outputs=outputs, target=target,
             group=None,
         )  # fmt: skip

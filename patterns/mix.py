@@ -14,7 +14,7 @@ from k3fuse.rewriter.recognise.attn_res import AttnRes
 from k3fuse.rewriter.recognise.functionalized import result_index
 from k3fuse.rewriter.site import Output
 from k3fuse.rewriter.subgraph import OutputSpec
-from k3fuse.rewriter.view import GraphView, op_of
+from k3fuse.rewriter.view import op_of
 
 
 def norm_dtype(mix: AttnRes) -> Value:
@@ -22,7 +22,7 @@ def norm_dtype(mix: AttnRes) -> Value:
     return s.common_dtype(mix.score_norm_weight, mix.score_proj_weight, mix.out_norm_weight)
 
 
-def score_arguments(view: GraphView, mix: AttnRes) -> tuple[Any, ...]:
+def score_arguments(mix: AttnRes) -> tuple[Any, ...]:
     """Arguments from `blocks` to `round_mix`, in the order of both ops' schemas."""
     return (
         list(mix.blocks), mix.num_blocks, mix.score_norm_weight, mix.score_proj_weight,

@@ -249,7 +249,7 @@ class OutputProjection(Pattern):
         else:
             mix: AttnRes = site.facts[1]
             prefix = site.operands["prefix"]
-            args = (x, weight, prefix, *score_arguments(view, mix))
+            args = (x, weight, prefix, *score_arguments(mix))
             results = [mix.out, found.out if prefix is None else prefix_result(mix)]
             outputs = [Output(mix.out, 0), *bank_output(mix, 1)]
             if mix.new_prefix is not None:

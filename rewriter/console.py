@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from k3fuse.rewriter.reasons import without_node
+from k3fuse.rewriter.report import grouped_reasons
 
 if TYPE_CHECKING:
     from k3fuse.rewriter.saved import SavedReport
@@ -98,15 +99,11 @@ def report_text(saved: SavedReport) -> list[Any]:
 
 def reasons(sites: list[dict[str, Any]]) -> list[str]:
     """Reasons grouped by code, pattern and text, most frequent first."""
-    grouped: dict[tuple[str, str, str], list[Any]] = {}
-    for site in sites:
-        for reason in site["reasons"][:1]:
-            text = without_node(reason["sentence"], reason["nodes"])
-            grouped.setdefault((reason["code"], site["pattern"], text), []).append(site["layer"])
-    ordered = sorted(grouped.items(), key=lambda item: -len(item[1]))
-    return [
-        f"{len(layers)} x {code}  {pattern}: {text}" for (code, pattern, text), layers in ordered
-    ]
+    return grouped_reasons(
+        (r["code"], site["pattern"], without_node(r["sentence"], r["nodes"]))
+        for site in sites
+        for r in site["reasons"][:1]
+    )
 
 
 def explain_text(sites: list[dict[str, Any]]) -> list[Any]:

@@ -44,7 +44,7 @@ def write_dump(
             "|---|---|---|",
         ]
         for site in report.sites:
-            stem = site_stem(site)
+            stem = site_stem(site.layer, site.pattern, site.anchor.name)
             (root / "sites" / f"{stem}.before.txt").write_text((site.before or "") + "\n")
             (root / "sites" / f"{stem}.after.txt").write_text((site.after or "") + "\n")
             (root / "sites" / f"{stem}.why.txt").write_text(why_text(site))
@@ -58,10 +58,10 @@ def write_dump(
     return root
 
 
-def site_stem(site: Site) -> str:
-    """L057_output_projection, or the pattern and anchor where there is no layer."""
-    layer = f"L{site.layer:03d}" if site.layer is not None else f"final_{site.anchor.name}"
-    return f"{layer}_{site.pattern}"
+def site_stem(layer: int | None, pattern: str, anchor: str) -> str:
+    """L057_output_projection, or the anchor and pattern where there is no layer."""
+    place = f"L{layer:03d}" if layer is not None else f"final_{anchor}"
+    return f"{place}_{pattern}"
 
 
 def why_text(site: Site) -> str:

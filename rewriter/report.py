@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -147,23 +147,16 @@ class Report:
 
     def reason_lines(self) -> list[str]:
         """Why sites were not taken, most frequent first, one line each."""
-        grouped: dict[tuple[str, str, str], list[str]] = {}
-        for site in self.sites:
-            for reason in site.reasons[:1]:
-                key = (site.pattern, reason.code.value, _without_names(reason))
-                grouped.setdefault(key, []).append(str(site.layer))
-        for miss in self.near:
-            key = (miss.pattern, miss.reason.code.value, _without_names(miss.reason))
-            grouped.setdefault(key, []).append(str(miss.layer))
-        ordered = sorted(grouped.items(), key=lambda item: -len(item[1]))
-        return [
-            f"    {len(layers)} x {code}  {pattern}: {text}"[:158]
-            for (pattern, code, text), layers in ordered
-        ]
+        found = [(s.pattern, r) for s in self.sites for r in s.reasons[:1]]
+        found += [(miss.pattern, miss.reason) for miss in self.near]
+        rows = ((r.code.value, pattern, without_node(r.sentence, r.nodes)) for pattern, r in found)
+        return [f"    {line}"[:158] for line in grouped_reasons(rows)]
 
 
-def _without_names(reason: Reason) -> str:
-    return without_node(reason.sentence, reason.nodes)
+def grouped_reasons(rows: Iterable[tuple[str, str, str]]) -> list[str]:
+    """Lines of (code, pattern, text) rows: equal ones counted, most frequent first."""
+    counts = Counter(rows)
+    return [f"{n} x {code}  {pattern}: {text}" for (code, pattern, text), n in counts.most_common()]
 
 
 def site_json(site: Site) -> dict[str, Any]:

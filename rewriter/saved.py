@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from k3fuse.rewriter.dump import site_stem
 from k3fuse.rewriter.report import SCHEMA
 
 
@@ -113,8 +114,7 @@ def site_diffs(path: Path, saved: SavedReport) -> list[dict[str, Any]]:
     for site in saved.sites:
         if site["outcome"] != "found":
             continue
-        layer = f"L{site['layer']:03d}" if site["layer"] is not None else f"final_{site['anchor']}"
-        stem = f"{layer}_{site['pattern']}"
+        stem = site_stem(site["layer"], site["pattern"], site["anchor"])
         old, new = (
             (folder / f"{stem}.{part}.txt").read_text().splitlines() for part in ("before", "after")
         )
