@@ -144,7 +144,7 @@ def commands(_: str) -> str:
     rows = []
 
     def add(group: click.Group, prefix: str) -> None:
-        context = click.Context(group)
+        context = click.Context(group, **group.context_settings)
         own = list(group.commands)
         for name in [*own, *(n for n in group.list_commands(context) if n not in own)]:
             found = group.get_command(context, name)

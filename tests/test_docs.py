@@ -157,13 +157,14 @@ def check_command(words: list[str]) -> None:
     """Parse a shown command with the real one; raises click.UsageError where it would not run."""
     group: click.Command = command
     rest = words[1:]
-    context = click.Context(group)
+    context = click.Context(group, **group.context_settings)
     while isinstance(group, click.Group):
         found = group.get_command(context, rest[0])
         if found is None:
             raise click.UsageError(f"no command {rest[0]}")
         group, rest = found, rest[1:]
-    group.make_context("k3fuse", list(rest))
+    # Without its parent the command would cache a help option without `-h`.
+    group.make_context("k3fuse", list(rest), parent=context)
 
 
 SHOWN = [(page, words) for page in PAGES for words in commands(page)]

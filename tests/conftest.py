@@ -1,4 +1,4 @@
-"""Test-wide set-up: shared builders and the tolerance table are importable, one thread."""
+"""Test-wide set-up: helper modules are importable, options come from the tests, one thread."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parent
 for folder in (TESTS, TESTS / "rewriter"):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
