@@ -86,19 +86,33 @@ class Occupancy:
     co_resident: bool
 
 
+def cta_registers(registers: int, warps: int) -> int:
+    """Registers of an SM that a CTA holds; more than there are where it can never fit.
+
+    Registers are dealt out in units to a warp, from a quarter of them in each part of an SM, so
+    that the remainder of each part is lost; a CTA of an uneven number of warps must fit as if it
+    had whole fours (source: cuda_occupancy.h of the CUDA toolkit). 0 where `registers` is 0.
+    """
+    per_warp = -(-registers * 32 // WARP_REGISTER_UNIT) * WARP_REGISTER_UNIT
+    if not per_warp:
+        return 0
+    fitting = SM_REGISTERS // per_warp // SM_PARTS * SM_PARTS
+    if fitting < -(-warps // SM_PARTS) * SM_PARTS:
+        return SM_REGISTERS + 1
+    return SM_REGISTERS * warps // fitting
+
+
+def cta_smem(requested: int) -> int:
+    """Bytes of shared memory that a CTA holds: what it asks for, the system's, in whole units."""
+    return -(-(requested + RESERVED_SMEM) // SMEM_UNIT) * SMEM_UNIT
+
+
 def occupancy(plan: Plan, resources: Resources, sms: int) -> Occupancy:
     """Occupancy of one kernel on a chip of `sms` SMs from registers, shared memory and threads."""
     warps = -(-plan.threads // 32)
-    # Registers are dealt out in units to a warp, from a quarter of them in each part of an SM; a
-    # CTA of an uneven number of warps must fit as if it had whole fours (source: cuda_occupancy.h
-    # of the CUDA toolkit).
-    per_warp = -(-resources.registers * 32 // WARP_REGISTER_UNIT) * WARP_REGISTER_UNIT
-    register_warps = SM_REGISTERS // max(per_warp, 1) // SM_PARTS * SM_PARTS
-    whole = -(-warps // SM_PARTS) * SM_PARTS
-    smem = plan.dynamic_smem + resources.static_smem + RESERVED_SMEM
-    smem = -(-smem // SMEM_UNIT) * SMEM_UNIT
+    smem = cta_smem(plan.dynamic_smem + resources.static_smem)
     fits = {
-        "registers": register_warps // warps if register_warps >= whole else 0,
+        "registers": SM_REGISTERS // max(cta_registers(resources.registers, warps), 1),
         "shared memory": SM_SMEM // smem,
         "warps": SM_WARPS // warps,
         "CTAs": SM_CTAS,

@@ -17,23 +17,33 @@ from k3fuse.kernels.simulator.errors import (
     BarrierError,
     DeadlockError,
     MemoryAccessError,
+    OverlapError,
     PtxSyntaxError,
     SimulationError,
     UnsupportedPtxError,
 )
-from k3fuse.kernels.simulator.launch import Fresh, Multicast, Owned, simulate
+from k3fuse.kernels.simulator.grids import Observer
+from k3fuse.kernels.simulator.launch import simulate
+from k3fuse.kernels.simulator.placement import Fresh, Multicast, Owned, Parameter
+from k3fuse.kernels.simulator.sequence import Launch, SequenceReport, simulate_sequence
 
 __all__ = [
     "BarrierError",
     "Bytes",
     "DeadlockError",
     "Fresh",
+    "Launch",
     "MemoryAccessError",
     "Multicast",
+    "Observer",
+    "OverlapError",
     "Owned",
+    "Parameter",
     "PtxSyntaxError",
+    "SequenceReport",
     "SimReport",
     "SimulationError",
     "UnsupportedPtxError",
     "simulate",
+    "simulate_sequence",
 ]

@@ -22,36 +22,92 @@ class Bytes:
     distinct: int = 0
 
 
-class Traffic:
-    """Records global accesses by (requesting rank, buffer, direction)."""
+STRONG = 128  # marks from here on belong to strong accesses
+_SAME = {width: sum(1 << (8 * byte) for byte in range(width // 8)) for width in (8, 16, 32, 64)}
+_FILLED = {
+    width: [UNSIGNED[width](mark * same) for mark in range(256)] for width, same in _SAME.items()
+}
+
+
+class Marks:
+    """Small numbers for the instructions of one kernel, so that a byte can say who touched it.
+
+    Weak accesses get 1 to 127, strong ones 128 to 255; a kernel with more instructions uses a
+    number again, so that a mark stands for one or a few instructions.
+    """
 
     def __init__(self) -> None:
-        self.requested: Counter[tuple[int, str, int, bool]] = Counter()
-        self.touched: dict[tuple[int, str, int, bool], dict[int, Array]] = {}
+        self.numbers: dict[tuple[int, bool], int] = {}
+        self.texts: dict[int, list[str]] = {}
 
-    def record(self, rank: int, buffer: Any, offset: Array, size: int, *, write: bool) -> None:
+    def of(self, line: int, text: str, strong: bool) -> int:
+        """The mark of an instruction."""
+        known = self.numbers.get((line, strong))
+        if known is not None:
+            return known
+        used = sum(1 for _, other in self.numbers if other is strong)
+        number = STRONG + used % 128 if strong else 1 + used % 127
+        self.numbers[line, strong] = number
+        self.texts.setdefault(number, []).append(f"line {line} `{text}`")
+        return number
+
+    def describe(self, mark: int) -> str:
+        """The instructions of a mark, for messages."""
+        return " or ".join(self.texts.get(mark, ["an unknown line"]))
+
+
+Key = tuple[int, int, bool]  # requesting rank, first address of the buffer, whether written
+
+
+class Traffic:
+    """Records global accesses by (requesting rank, buffer, direction).
+
+    `touched` holds one byte for each byte of a buffer: 0, or the mark of who touched it last.
+    """
+
+    def __init__(self) -> None:
+        self.requested: Counter[Key] = Counter()
+        self.touched: dict[Key, dict[int, Array]] = {}
+        self.buffers: dict[int, Any] = {}
+
+    def record(
+        self, rank: int, buffer: Any, offset: Array, size: int, *, write: bool, mark: int = 255
+    ) -> None:
         """Count one access of `size` bytes (a power of two) at each offset of a buffer."""
-        key = (rank, buffer.name, buffer.rank, write)
+        key = (rank, buffer.base, write)
         self.requested[key] += size * len(offset)
         views = self.touched.get(key)
         if views is None:
             flags = np.zeros(len(buffer.data), np.uint8)
             views = {width: flags.view(UNSIGNED[width]) for width in (8, 16, 32, 64)}
             self.touched[key] = views
+            self.buffers[buffer.base] = buffer
         if size > 8:
             first = offset >> 3
             for word in range(size // 8):
-                views[64][first + word] = ~np.uint64(0)
+                views[64][first + word] = _FILLED[64][mark]
         else:
-            width = size * 8
-            views[width][offset >> (size.bit_length() - 1)] = UNSIGNED[width](-1 & (2**width - 1))
+            views[size * 8][offset >> (size.bit_length() - 1)] = _FILLED[size * 8][mark]
 
-    def by_buffer(self) -> dict[tuple[int, str, int, bool], Bytes]:
-        """(requesting rank, buffer name, owning rank, whether written) -> bytes."""
-        return {
-            key: Bytes(count, int(np.count_nonzero(self.touched[key][8])))
-            for key, count in self.requested.items()
-        }
+
+def by_buffer(parts: list[Traffic]) -> dict[tuple[int, str, int, str], Bytes]:
+    """(requesting rank, buffer name, owning rank, "read" | "write") -> bytes of all parts.
+
+    Bytes that several parts touch are distinct once; buffers of one name and rank are added up.
+    """
+    result: dict[tuple[int, str, int, str], Bytes] = {}
+    for key in dict.fromkeys(key for part in parts for key in part.requested):
+        having = [part for part in parts if key in part.requested]
+        flags = having[0].touched[key][8] != 0
+        for part in having[1:]:
+            flags |= part.touched[key][8] != 0
+        rank, base, write = key
+        buffer = having[0].buffers[base]
+        name = (rank, buffer.name, buffer.rank, "write" if write else "read")
+        total = result.setdefault(name, Bytes())
+        total.requested += sum(part.requested[key] for part in having)
+        total.distinct += int(np.count_nonzero(flags))
+    return result
 
 
 @dataclass

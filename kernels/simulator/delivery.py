@@ -6,7 +6,7 @@ rounds, in random order, which is what the memory system of a GPU may do.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -49,8 +49,9 @@ class Delivery:
             for _, _, _, piece in due:
                 piece()
 
-    def finish(self) -> None:
-        """Land everything: the kernel has ended."""
-        pending, self.pending = self.pending, []
-        for _, _, _, piece in pending:
-            piece()
+    def owes(self, owners: Sequence[object]) -> bool:
+        """Whether pieces of one of the owners are on their way."""
+        if not self.pending:
+            return False
+        known = {id(owner) for owner in owners}
+        return any(id(item[1]) in known for item in self.pending)

@@ -31,5 +31,9 @@ class BarrierError(SimulationError):
     """An mbarrier or barrier is used in a way that its definition forbids."""
 
 
+class OverlapError(SimulationError):
+    """A grid touches what an earlier one of its rank, perhaps unfinished, reads or writes."""
+
+
 class DeadlockError(SimulationError):
     """Nothing can move any more; the message lists who waits for what."""

@@ -56,8 +56,9 @@ _WARP_WIDE = ("shfl", "vote", "redux", "match", "elect", "mma", "ldmatrix", "stm
 class Block:
     """A run of instructions entered only at its top.
 
-    `end` says what follows: "next", "jump", "exit", "bar" or "cluster_wait"; `last` is the
-    instruction that does it. `uses` must be read on entry; `keeps` are written here and read later.
+    `end` says what follows: "next", "jump", "exit", "bar", "cluster_wait" or "grid_wait"; `last` is
+    the instruction that does it. `uses` must be read on entry; `keeps` are written here and read
+    later.
     """
 
     first: int
@@ -121,6 +122,8 @@ def stop_of(instruction: Instruction) -> str | None:
         return "jump" if parts[0] == "bra" else "exit"
     if parts[:3] == ("barrier", "cluster", "wait"):
         return "cluster_wait"
+    if parts[:2] == ("griddepcontrol", "wait"):
+        return "grid_wait"
     if parts[0] in ("bar", "barrier") and "sync" in parts and "warp" not in parts:
         return "bar"
     return None

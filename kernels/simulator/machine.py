@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from k3fuse.kernels.simulator.flow import Block
 from k3fuse.kernels.simulator.memory import GlobalMemory, Origin
 from k3fuse.kernels.simulator.shared import SharedMemory
 from k3fuse.kernels.simulator.types import UNSIGNED, Array, Value, is_scalar, spread
+
+if TYPE_CHECKING:
+    from k3fuse.kernels.simulator.grids import Grid
 
 WARP = 32
 Dim3 = tuple[int, int, int]
@@ -43,9 +46,10 @@ class Frame:
         """The CTA (index in the group) of each lane."""
         return self.group.lane_cta if self.full else self.group.lane_cta[self.lanes]
 
-    def origin(self, line: int, text: str) -> Origin:
-        """Origin executes the instruction, for messages."""
-        return Origin(self.group.rank, line, text, self.group.cta_numbers[self.ctas()])
+    def origin(self, line: int, text: str, *, strong: bool = False) -> Origin:
+        """Who executes the instruction."""
+        group = self.group
+        return Origin(group.rank, line, text, group.cta_numbers[self.ctas()], group.grid, strong)
 
     def narrow(self, mask: Array, needed: list[int]) -> Frame:
         """A frame of the lanes where `mask` is set, with the registers in the slots `needed`."""
@@ -139,31 +143,24 @@ class Group:
     """Registers, shared memory and barriers of a run of clusters on one rank."""
 
     def __init__(
-        self,
-        program: Program,
-        memory: GlobalMemory,
-        rank: int,
-        cta_numbers: Array,
-        shape: tuple[Dim3, Dim3, Dim3],
-        dynamic_smem: int,
-        parameters: list[Array],
-        delivery: Delivery,
+        self, grid: Grid, cta_numbers: Array, memory: GlobalMemory, delivery: Delivery
     ) -> None:
-        _, block, cluster = shape
-        self.program, self.memory, self.rank = program, memory, rank
-        self.cta_numbers, self.parameters = cta_numbers, parameters
+        _, block, cluster = grid.shape
+        program = grid.program
+        self.grid, self.program, self.memory, self.rank = grid, program, memory, grid.rank
+        self.cta_numbers, self.parameters = cta_numbers, grid.parameters
         self.threads = block[0] * block[1] * block[2]
         self.ctas = len(cta_numbers)
         self.size = self.ctas * self.threads
         self.all_lanes = np.arange(self.size)
         self.lane_cta = np.repeat(np.arange(self.ctas), self.threads)
         self.thread = np.tile(np.arange(self.threads), self.ctas)
-        self.special = _special(cta_numbers, self.thread, shape, self.threads)
+        self.special = _special(cta_numbers, self.thread, grid.shape, self.threads)
         self.cluster_size = cluster[0] * cluster[1] * cluster[2]
         cta_ranks = self.special["%cluster_ctarank"][:: self.threads].astype(np.int64)
         self.cluster_base = np.arange(self.ctas) // self.cluster_size * self.cluster_size
         self.shared = SharedMemory(
-            self.ctas, program.shared_bytes + dynamic_smem, self.cluster_base, cta_ranks
+            self.ctas, program.shared_bytes + grid.dynamic_smem, self.cluster_base, cta_ranks
         )
         self.local = np.full((self.size, program.local_bytes), 0xFF, np.uint8)
         self.local_written = np.zeros((self.size, program.local_bytes), np.bool_)
@@ -176,6 +173,13 @@ class Group:
         self.cluster_phase = np.zeros(self.ctas, np.int64)
         self.cluster_wanted = np.zeros(self.size, np.int64)
         self.cluster_parked: list[tuple[Array, int]] = []
+        # Dependent grids: CTAs that have triggered, CTAs some of whose lanes passed the wait, and
+        # the lanes that stand at it. `slots` is the SM of each CTA where residency is modelled.
+        self.triggered = np.zeros(self.ctas, np.bool_)
+        self.waited = np.zeros(self.ctas, np.bool_)
+        self.grid_parked: list[tuple[Array, int]] = []
+        self.slots: list[int] | None = None
+        self.resident: Array = np.ones(self.ctas, np.bool_)
         self.waits: dict[int, Wait] = {}
         self.delivery = delivery
         self.copies: list[Copy] = []
@@ -225,6 +229,11 @@ class Group:
         """Give back the memory of registers: all lanes have left the kernel."""
         self.registers, self.special = [], {}
         self.local = self.local_written = np.zeros((0, 0), np.uint8)
+
+    def live_ctas(self) -> Array:
+        """Which CTAs have lanes left."""
+        live: Array = self.alive.reshape(self.ctas, self.threads).any(axis=1)
+        return live
 
     def counts_by_cta(self, lanes: Array) -> Array:
         """How many of the lanes belong to each CTA."""

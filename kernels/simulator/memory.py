@@ -7,13 +7,17 @@ that belong to nobody, so that a row, or a whole tile, too far is always caught 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from k3fuse.kernels.simulator.counters import Traffic
 from k3fuse.kernels.simulator.errors import MemoryAccessError
 from k3fuse.kernels.simulator.types import UNSIGNED, Array, Value
+
+if TYPE_CHECKING:
+    from k3fuse.kernels.simulator.grids import Grid
 
 POISON = 0xFF  # every unwritten byte: NaN in all float formats, -1 in integers
 _ALIGN = 1 << 20
@@ -48,17 +52,28 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Origin:
-    """Who does an access: rank, PTX line and text, and the CTA of each lane."""
+    """Who does an access: rank, PTX line and text, the CTA of each lane, and the grid.
+
+    `strong` accesses are atomic or have an order other than weak. Accesses without a grid are
+    counted for the first one.
+    """
 
     rank: int
     line: int
     text: str
     ctas: Array
+    grid: Grid | None = None
+    strong: bool = False
+
+    def at(self, ctas: Array) -> Origin:
+        """The same instruction for other lanes."""
+        return replace(self, ctas=ctas)
 
     def where(self, lane: int) -> str:
-        """Rank, CTA and PTX line of one of the accessing lanes."""
+        """Rank, CTA and PTX line of one of the accessing lanes; its launch when there are more."""
         cta = int(self.ctas[lane]) if len(self.ctas) > lane else 0
-        return f"rank {self.rank}, CTA {cta}, line {self.line} `{self.text}`"
+        launch = f" of {self.grid.label}" if self.grid is not None and self.grid.label else ""
+        return f"rank {self.rank}, CTA {cta}, line {self.line} `{self.text}`{launch}"
 
 
 class GlobalMemory:
@@ -138,7 +153,7 @@ class GlobalMemory:
     ) -> list[Value]:
         if buffer.written is not None:
             check_written(buffer, offset, width // 8 * count, chosen, site)
-        self.traffic.record(site.rank, buffer, offset, width // 8 * count, write=False)
+        self._note(buffer, chosen, offset, width // 8 * count, site, write=False)
         first = offset >> (width.bit_length() - 4)
         view = buffer.views[width]
         if width * count == 128 and width == 32:
@@ -151,7 +166,7 @@ class GlobalMemory:
         size = width // 8 * len(values)
         self.version += 1
         for buffer, chosen, offset in self._resolve(address, size, site, "write"):
-            self.traffic.record(site.rank, buffer, offset, size, write=True)
+            self._note(buffer, chosen, offset, size, site, write=True)
             buffer.changed = True
             first = offset >> (width.bit_length() - 4)
             view = buffer.views[width]
@@ -168,10 +183,41 @@ class GlobalMemory:
         for buffer, chosen, offset in self._resolve(address, width // 8, site, "update"):
             if buffer.written is not None:
                 check_written(buffer, offset, width // 8, chosen, site)
-            self.traffic.record(site.rank, buffer, offset, width // 8, write=False)
-            self.traffic.record(site.rank, buffer, offset, width // 8, write=True)
+            self._note(buffer, chosen, offset, width // 8, site, write=False)
+            self._note(buffer, chosen, offset, width // 8, site, write=True)
             buffer.changed = True
             yield buffer.views[width], chosen, offset >> (width.bit_length() - 4)
+
+    def announce(self, address: Array, size: int, site: Origin, *, write: bool) -> None:
+        """Check an access that is done later, as one that happens now, against other grids."""
+        grid = site.grid
+        if grid is not None and grid.watch is not None and grid.watch.active:
+            verb = "write" if write else "read"
+            for buffer, chosen, offset in self._resolve(address, size, site, verb):
+                grid.watch.check(buffer, chosen, offset, size, site, write=write)
+
+    def _note(
+        self,
+        buffer: Buffer,
+        chosen: Array | None,
+        offset: Array,
+        size: int,
+        site: Origin,
+        *,
+        write: bool,
+    ) -> None:
+        """Count an access, and check it against grids of the rank that run at the same time."""
+        grid = site.grid
+        if grid is None:
+            self.traffic.record(site.rank, buffer, offset, size, write=write)
+            return
+        if grid.watch is None:
+            grid.traffic.record(site.rank, buffer, offset, size, write=write)
+            return
+        if grid.watch.active:
+            grid.watch.check(buffer, chosen, offset, size, site, write=write)
+        mark = grid.watch.marks.of(site.line, site.text, site.strong)
+        grid.traffic.record(site.rank, buffer, offset, size, write=write, mark=mark)
 
     def _resolve(
         self, address: Array, size: int, site: Origin, verb: str

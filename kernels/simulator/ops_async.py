@@ -69,6 +69,9 @@ def _element(site: Site) -> Step:
         valid = None
         if given is not None:
             valid = np.minimum(frame.array(given(frame)).astype(np.int64), bytes_)
+        # The bytes are read at the wait, but may be read from now on.
+        asked = np.ones(frame.count, np.bool_) if valid is None else valid == bytes_
+        group.memory.announce(address[asked], bytes_, who.at(who.ctas[asked]), write=False)
         perform = _element_copy(group, place, address, valid, bytes_, who)
         number = np.full(frame.count, -1, np.int64)
         group.copies.append(Copy("element", frame.lanes.copy(), number, perform))
@@ -83,7 +86,7 @@ def _element_copy(
     count = size * 8 // width
 
     def perform(chosen: Array) -> None:
-        site = Origin(who.rank, who.line, who.text, who.ctas[chosen])
+        site = who.at(who.ctas[chosen])
         if valid is None:
             values = group.memory.load(address[chosen], width, count, site)
         else:
@@ -218,7 +221,7 @@ def _bulk_in(site: Site, source: str) -> Step:
         barriers, sizes = barrier(frame, who), frame.array(size(frame))
         for lane in range(frame.count):
             amount = int(sizes[lane])
-            one = Origin(who.rank, line, text, who.ctas[lane : lane + 1])
+            one = who.at(who.ctas[lane : lane + 1])
             _check_run(group, int(places[lane]), amount, one)
             pieces = [
                 _piece(group, int(starts[lane]), int(places[lane]), first, length,
@@ -277,7 +280,7 @@ def read_run(group: Group, address: int, length: int, who: Origin) -> Array:
     """`length` bytes of global memory from an address, a multiple of 16."""
     places = np.uint64(address) + np.arange(0, length, 16, dtype=np.uint64)
     ctas = np.broadcast_to(who.ctas[:1], (len(places),))
-    values = group.memory.load(places, 64, 2, Origin(who.rank, who.line, who.text, ctas))
+    values = group.memory.load(places, 64, 2, who.at(ctas))
     return np.stack(values, axis=1).reshape(-1).view(np.uint8)
 
 
@@ -293,12 +296,15 @@ def _bulk_out(site: Site) -> Step:
         sizes = frame.array(size(frame)).astype(np.int64)
         for lane in range(frame.count):
             _check_run(group, int(starts[lane]), int(sizes[lane]), who)
+            run_ = places[lane] + np.arange(0, int(sizes[lane]), 16, dtype=np.uint64)
+            ctas = np.broadcast_to(who.ctas[lane], (len(run_),))
+            group.memory.announce(run_, 16, who.at(ctas), write=True)
 
         def perform(chosen: Array) -> None:
             for lane in chosen:
                 steps = np.arange(0, int(sizes[lane]), 16)
                 ctas = np.broadcast_to(who.ctas[lane], (len(steps),))
-                site_ = Origin(who.rank, line, text, ctas)
+                site_ = who.at(ctas)
                 values = group.shared.read(starts[lane] + steps, 64, 2, site_)
                 group.memory.store(places[lane] + steps.astype(np.uint64), 64, values, site_)
 

@@ -54,7 +54,7 @@ def atomic(site: Site) -> Step:
     line, text = site.instruction.line, site.instruction.text
 
     def run(frame: Frame) -> None:
-        who = frame.origin(line, text)
+        who = frame.origin(line, text, strong=True)
         address = frame.array(pointer(frame))
         operands = [frame.array(value(frame)) for value in values]
         if shared:
@@ -150,9 +150,9 @@ def fence(site: Site) -> Step:
     return run
 
 
-@operation("prefetch", "prefetchu", "applypriority", "nanosleep", "setmaxnreg", "griddepcontrol")
+@operation("prefetch", "prefetchu", "applypriority", "nanosleep", "setmaxnreg")
 def no_effect(site: Site) -> Step:
-    """Hints, and the control of dependent grids: a launch is simulated alone, so nothing to do."""
+    """Hints: nothing to do."""
     site.left.clear()
     return lambda frame: None
 

@@ -128,11 +128,12 @@ def _fetcher(site: Site, space: str, width: int, count: int, order: str) -> Fetc
         local = _local_pointer(site, 1)
         return lambda frame: load_local(frame, local(frame), width, count, line, text)
     wide = site.pointer(1, 64)
+    strong = order != "weak"
 
     def from_generic(frame: Frame) -> list[Value]:
         address = frame.array(wide(frame))
         kind = tag_of(address)
-        who = frame.origin(line, text)
+        who = frame.origin(line, text, strong=strong)
         if kind == "shared":
             shared = frame.group.shared
             place = shared.locate(
@@ -230,7 +231,7 @@ def store(site: Site) -> Step:
         return store_async(site)
     kind = site.take_type()
     space = site.take(*SPACES) or "generic"
-    take_order(site)
+    strong = take_order(site) != "weak"
     count = take_vector(site)
     site.done()
     if space in ("param", "const"):
@@ -261,7 +262,7 @@ def store(site: Site) -> Step:
         address = frame.array(wide(frame))
         values = [frame.array(read(frame)) for read in reads]
         kind_of = tag_of(address)
-        who = frame.origin(line, text)
+        who = frame.origin(line, text, strong=strong)
         if kind_of == "shared":
             shared = frame.group.shared
             place = shared.locate(

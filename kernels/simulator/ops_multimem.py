@@ -24,7 +24,7 @@ def multimem(site: Site) -> Step:
     kind = site.take_type()
     name = site.take("st", "red")
     site.take("global")
-    take_order(site)
+    strong = take_order(site) != "weak" or name == "red"
     adds = site.take("add") if name == "red" else None
     count = take_vector(site)
     site.done()
@@ -39,7 +39,7 @@ def multimem(site: Site) -> Step:
     line, text = site.instruction.line, site.instruction.text
 
     def run(frame: Frame) -> None:
-        group, who = frame.group, frame.origin(line, text)
+        group, who = frame.group, frame.origin(line, text, strong=strong)
         address = frame.array(pointer(frame))
         members = group.memory.multicast(address, 4 * count, who)
         pieces = []

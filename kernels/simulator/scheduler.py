@@ -14,10 +14,11 @@ import numpy as np
 from k3fuse.kernels.simulator.delivery import Delivery
 from k3fuse.kernels.simulator.errors import BarrierError, DeadlockError, SimulationError
 from k3fuse.kernels.simulator.flow import EXIT
+from k3fuse.kernels.simulator.grids import same_state, state_of
 from k3fuse.kernels.simulator.machine import WARP, Code, Frame, Group
 from k3fuse.kernels.simulator.memory import GlobalMemory
-from k3fuse.kernels.simulator.ops_async import finish_copies
 from k3fuse.kernels.simulator.ops_sync import barrier_state, settle_cluster
+from k3fuse.kernels.simulator.streams import Streams
 from k3fuse.kernels.simulator.types import Array, Value, is_scalar
 
 _QUIET_ROUNDS = 64  # rounds without any memory change before the state is compared with itself
@@ -25,45 +26,50 @@ _MAX_ROUNDS = 2_000_000
 
 
 class Scheduler:
-    """Runs groups until all lanes have left the kernel."""
+    """Runs the grids of all streams until all of them are complete."""
 
     def __init__(
-        self, groups: list[Group], memory: GlobalMemory, delivery: Delivery, seed: int | None
+        self, streams: Streams, memory: GlobalMemory, delivery: Delivery, seed: int | None
     ) -> None:
-        self.groups, self.memory, self.delivery = groups, memory, delivery
+        self.streams, self.memory, self.delivery = streams, memory, delivery
         self.random = None if seed is None else np.random.default_rng([seed, 1])
         self.rounds = 0
 
     def run(self) -> None:
         """Run to the end; raises DeadlockError when no lane can advance any more."""
-        running = list(self.groups)
         quiet, version, snapshot = 0, -1, None
-        while running:
+        self.streams.advance(0)
+        while not self.streams.done:
             self.rounds += 1
             if self.rounds > _MAX_ROUNDS:
                 raise SimulationError(
                     f"no end after {_MAX_ROUNDS} rounds; is there an endless loop?"
                 )
             self.delivery.advance(self.rounds)
-            for group in self._order(running):
-                self._round(group, quiet < _QUIET_ROUNDS)
-                if not group.remaining:
-                    group.release()
-            running = [group for group in running if group.remaining]
-            now = self.memory.version + sum(group.shared.version for group in self.groups)
-            quiet = quiet + 1 if now == version and not self.delivery.pending else 0
+            for group in self._order(self.streams.running()):
+                left = group.remaining
+                self._round(group, quiet < _QUIET_ROUNDS and not group.grid.settling)
+                if group.remaining < left:
+                    self.streams.left(group)
+                    if not group.remaining:
+                        group.release()
+            moved = self.streams.advance(self.rounds)
+            running = self.streams.running()
+            now = self.memory.version + self.streams.version()
+            still = now == version and not self.delivery.pending and not self.streams.expects
+            quiet = quiet + 1 if still else 0
             version = now
-            if running and not self.delivery.pending and not any(g.work for g in running):
+            if moved or self.streams.done or self.delivery.pending or self.streams.expects:
+                snapshot = None
+                continue
+            if not any(group.work for group in running):
                 raise DeadlockError(self._explain(running))
             if quiet == _QUIET_ROUNDS + 1 or (quiet > _QUIET_ROUNDS and quiet % _QUIET_ROUNDS == 0):
-                snapshot = [_state(group) for group in running]
+                snapshot = [state_of(group) for group in running]
             elif snapshot is not None and quiet > _QUIET_ROUNDS:
-                now_held = [_state(group) for group in running]
-                if _same(snapshot, now_held):
+                now_held = [state_of(group) for group in running]
+                if same_state(snapshot, now_held):
                     raise DeadlockError(self._explain(running))
-        self.delivery.finish()
-        for group in self.groups:
-            finish_copies(group)
 
     def _order(self, running: list[Group]) -> list[Group]:
         if self.random is None:
@@ -96,6 +102,7 @@ class Scheduler:
 
     def _explain(self, running: list[Group]) -> str:
         lines = [f"deadlock after {self.rounds} rounds: no lane can advance any more"]
+        lines.extend(self.streams.explain())
         for group in running:
             lines.extend(_reasons(group, self.rounds))
         if len(lines) > 13:
@@ -148,6 +155,12 @@ def _finish(group: Group, number: int, code: Code, frame: Frame) -> None:
             _release_all(group)
     elif block.end == "bar":
         _park(group, code, frame, lanes, following)
+    elif block.end == "grid_wait":
+        if group.grid.open:
+            group.grid.passed(group, lanes)
+            group.push(following, lanes)
+        else:
+            group.grid_parked.append((lanes, following))
     else:
         group.cluster_parked.append((lanes, following))
         release_cluster(group)
@@ -214,37 +227,6 @@ def release_cluster(group: Group) -> None:
             group.cluster_parked.append((lanes[~free], following))
 
 
-State = dict[int, tuple[Array, list[Any]]]
-
-
-def _state(group: Group) -> State:
-    """Lanes and live registers of each block that has lanes waiting to run."""
-    result: State = {}
-    for number, parts in group.work.items():
-        lanes = np.sort(np.concatenate(parts), kind="stable")
-        values = []
-        for slot in group.program.codes[number].uses:
-            value = group.registers[slot]
-            values.append(value if value is None or is_scalar(value) else value[lanes])
-        result[number] = lanes, values
-    return result
-
-
-def _same(first: list[State], second: list[State]) -> bool:
-    if len(first) != len(second):
-        return False
-    for a, b in zip(first, second, strict=True):
-        if a.keys() != b.keys():
-            return False
-        for number, (lanes, values) in a.items():
-            other, others = b[number]
-            if not np.array_equal(lanes, other):
-                return False
-            if not all(np.array_equal(x, y) for x, y in zip(values, others, strict=True)):
-                return False
-    return True
-
-
 def _reasons(group: Group, rounds: int) -> list[str]:
     """One line for each reason why lanes of a group stand still."""
     lines = []
@@ -263,6 +245,8 @@ def _reasons(group: Group, rounds: int) -> list[str]:
     for lanes, _ in group.cluster_parked:
         arrived = int(group.cluster_arrived[group.lane_cta[lanes[0]]])
         lines.append(f"{_who(group, lanes)} waits at barrier.cluster.wait ({arrived} arrived here)")
+    for lanes, _ in group.grid_parked:
+        lines.append(f"{_who(group, lanes)} waits at griddepcontrol.wait")
     for number, parts in group.work.items():
         code = group.program.codes[number]
         if code.block.warp_wide:
@@ -279,4 +263,7 @@ def _who(group: Group, lanes: Array) -> str:
     warps = np.unique((lanes % group.threads) // WARP)
     ctas = len(np.unique(group.lane_cta[lanes]))
     more = f" and {ctas - 1} more CTAs" if ctas > 1 else ""
-    return f"rank {group.rank}, CTA {cta}{more}, warp {int(warps[0])} ({len(lanes)} threads)"
+    launch = f" of {group.grid.label}" if group.grid.label else ""
+    return (
+        f"rank {group.rank}, CTA {cta}{more}{launch}, warp {int(warps[0])} ({len(lanes)} threads)"
+    )

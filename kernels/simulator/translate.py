@@ -303,6 +303,7 @@ def _check_end(site: Site, end: str) -> None:
         "exit": ("uni",),
         "bar": ("sync", "cta", "aligned"),
         "cluster_wait": ("cluster", "wait", "acquire", "aligned"),
+        "grid_wait": ("wait",),
     }[end]
     while site.take(*known):
         pass
