@@ -41,6 +41,14 @@ def _shared(command: Callable[..., Any]) -> Callable[..., Any]:
     )(command)
 
 
+def _cache(command: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option(
+        "--cache",
+        type=click.Path(file_okay=False, path_type=Path),
+        help="Folder of compiled kernels [default: $K3FUSE_KERNEL_CACHE or the user's cache].",
+    )(command)
+
+
 def _filters(command: Callable[..., Any]) -> Callable[..., Any]:
     command = click.option("--pattern", help="Only this pattern.")(command)
     return click.option("--layer", type=int, help="Only this layer.")(command)

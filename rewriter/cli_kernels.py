@@ -1,4 +1,4 @@
-"""`k3fuse kernels`: what can be built, build it, show what it takes, pack it for other machines."""
+"""`k3fuse kernels`: what can be built, build it, show what it takes, check it, pack it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import click
 from rich.table import Table
 
 from k3fuse.rewriter import console
-from k3fuse.rewriter.cli import Failure, _one_line, _shared
+from k3fuse.rewriter.cli import Failure, _cache, _one_line, _shared
+from k3fuse.rewriter.cli_check import check
 from k3fuse.rewriter.target import Target
 
 if TYPE_CHECKING:
@@ -48,17 +49,12 @@ def _what(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def _cache(command: Callable[..., Any]) -> Callable[..., Any]:
-    return click.option(
-        "--cache",
-        type=click.Path(file_okay=False, path_type=Path),
-        help="Folder of compiled kernels [default: $K3FUSE_KERNEL_CACHE or the user's cache].",
-    )(command)
-
-
 @click.group()
 def kernels() -> None:
-    """Build, inspect and pack kernels; none of it needs a GPU."""
+    """Build, inspect, check and pack kernels; none of it needs a GPU."""
+
+
+kernels.add_command(check)
 
 
 @kernels.command("list")

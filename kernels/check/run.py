@@ -1,0 +1,154 @@
+"""The author's one call: a kernel, the tensors of each rank by name, and a report of what happened.
+
+`run` builds the kernel where it is not in the cache, takes geometry and parameter order from its
+plan, and simulates all ranks at once. `run_sequence` does so for the kernels of one step, in stream
+order. Tensors are updated in place, as on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from k3fuse.kernels.build.cache import Cache
+from k3fuse.kernels.build.compile import Built
+from k3fuse.kernels.build.errors import BuildError
+from k3fuse.kernels.build.variant import Plan, Variant
+from k3fuse.kernels.check.engine import Call, Races, execute
+from k3fuse.kernels.check.naming import Traffic, by_owner, owned_tensor
+from k3fuse.kernels.check.report import RunReport, SequenceReport
+from k3fuse.kernels.simulator import Fresh, Multicast, Owned, SimReport
+
+# What a parameter may be, as `simulate` takes it.
+Value = torch.Tensor | Fresh | Owned | Multicast | int
+Rank = Mapping[str, Value]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel of a step. ranks: each rank's parameters by name.
+
+    needed: bytes that each parameter has to move at least, summed over ranks, reads and writes;
+    what is not named counts as not stated.
+    """
+
+    kernel: Variant | Built
+    ranks: Sequence[Rank]
+    needed: Mapping[str, int] = field(default_factory=dict)
+
+
+class ParameterError(ValueError):
+    """Parameters that are not those of the kernel; the text names the parameter and the fix."""
+
+
+def run(
+    kernel: Variant | Built,
+    ranks: Sequence[Rank],
+    *,
+    needed: Mapping[str, int] | None = None,
+    seed: int | None = None,
+    races: bool = False,
+    cache: Cache | None = None,
+) -> RunReport:
+    """Run one kernel on the tensors of all ranks, and report.
+
+    kernel: a variant, compiled where `cache` (the user's by default) does not hold it, or a built
+    one with PTX. ranks: a mapping from parameter names to values for each rank. seed: draws a
+    random schedule with late and torn copies; None is the fair schedule. races: also check for
+    data races, on grids scaled down for it.
+
+    Raises ParameterError for parameters that do not fit, BuildError where the kernel cannot be
+    built or holds no PTX, and the simulator's errors for what the kernel does wrong.
+    """
+    launch = Launch(kernel, ranks, needed or {})
+    return run_sequence([launch], seed=seed, races=races, cache=cache).reports[0]
+
+
+def run_sequence(
+    launches: Sequence[Launch],
+    *,
+    seed: int | None = None,
+    races: bool = False,
+    cache: Cache | None = None,
+) -> SequenceReport:
+    """Run the kernels of one step in stream order, all on the same ranks.
+
+    A tensor that several launches name is one buffer. Arguments and errors as for `run`.
+    """
+    if not launches:
+        raise ParameterError("launches is empty; give at least one")
+    store = cache
+    calls = []
+    for launch in launches:
+        built = launch.kernel
+        if isinstance(built, Variant):
+            store = store or Cache()
+            built = store.get(built)
+        if not built.ptx:
+            raise BuildError(
+                f"{built.variant.label} holds no PTX, which the simulator runs; pack it without "
+                "--no-ptx, or give the variant"
+            )
+        if len(launch.ranks) != len(launches[0].ranks) or not launch.ranks:
+            raise ParameterError(
+                f"{built.variant.label} is launched on {len(launch.ranks)} ranks, the first kernel "
+                f"on {len(launches[0].ranks)}; give the same number, at least one"
+            )
+        _known("needed", launch.needed, built.plan, built.variant.label)
+        calls.append(Call(built, [_ordered(built, i, r) for i, r in enumerate(launch.ranks)]))
+    found = execute(calls, seed=seed, races=races)
+    return SequenceReport(tuple(map(_report, launches, calls, found)))
+
+
+def _report(launch: Launch, call: Call, outcome: tuple[SimReport, Races]) -> RunReport:
+    sim, races = outcome
+    names = [p.name for p in call.built.plan.parameters]
+    traffic = by_owner(sim.traffic, names, call.params)
+    outputs = _outputs(launch.ranks, traffic)
+    return RunReport(call.built, sim, traffic, dict(launch.needed), outputs, races)
+
+
+def _ordered(built: Built, rank: int, values: Rank) -> list[Value]:
+    """The values of one rank in kernel order, checked against the plan."""
+    where = f"{built.variant.label}, rank {rank}"
+    _known("ranks", values, built.plan, where)
+    result = []
+    for parameter in built.plan.parameters:
+        if parameter.name not in values:
+            raise ParameterError(
+                f"{where}: parameter {parameter.name!r} ({parameter.kind}) is missing"
+            )
+        value = values[parameter.name]
+        number = isinstance(value, int)
+        if not number and not isinstance(value, torch.Tensor | Fresh | Owned | Multicast):
+            raise ParameterError(
+                f"{where}: parameter {parameter.name!r} is a {type(value).__name__}; use a CPU "
+                "tensor, Fresh, Owned, Multicast or an int"
+            )
+        if not number and parameter.kind != "pointer":
+            raise ParameterError(
+                f"{where}: parameter {parameter.name!r} is an {parameter.kind}; give an int"
+            )
+        result.append(value)
+    return result
+
+
+def _known(what: str, values: Mapping[str, object], plan: Plan, where: str) -> None:
+    names = [p.name for p in plan.parameters]
+    for name in values:
+        if name not in names:
+            raise ParameterError(
+                f"{where}: {what} names {name!r}; the kernel's parameters are {', '.join(names)}"
+            )
+
+
+def _outputs(ranks: Sequence[Rank], traffic: Traffic) -> tuple[dict[str, torch.Tensor], ...]:
+    """The tensors of each rank that anyone wrote to, by name."""
+    written = {(name, owner) for _, name, owner, way in traffic if way == "write"}
+    found: list[dict[str, torch.Tensor]] = []
+    for rank, values in enumerate(ranks):
+        tensors = {name: owned_tensor(v) for name, v in values.items() if (name, rank) in written}
+        found.append({name: t for name, t in tensors.items() if t is not None})
+    return tuple(found)
