@@ -151,5 +151,6 @@ def test_a_wheel_holds_every_module(tmp_path: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     expected = {f"k3fuse/{p.relative_to(ROOT)}" for p in modules()}
     expected |= {f"k3fuse/{folder}/py.typed" for folder in FOLDERS}
+    expected |= {f"k3fuse/{p.relative_to(ROOT)}" for f in FOLDERS for p in (ROOT / f).rglob("*.c")}
     assert {n for n in names if n.startswith("k3fuse/")} == expected
     assert any(n.endswith("licenses/LICENSE") for n in names)

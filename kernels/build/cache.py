@@ -65,6 +65,9 @@ def key_factors(variant: Variant, sources: Path | None = None) -> dict[str, str]
         factors[f"environment:{name}"] = os.environ.get(name, "")
     for folder, digest in _digests(sources or package_folder()).items():
         factors[f"sources:{folder}"] = digest
+    # A builder of one's own: its folder's Python files, those below it not among them.
+    if (own := _own_folder(variant.op)) is not None:
+        factors["sources:own"] = _digests(own, "*.py")["."]
     # Where the disassembler is missing the histogram is, too; installing it should fill it in.
     factors["disassembler"] = _version("nvidia-cuda-nvdisasm")
     return factors
@@ -157,11 +160,22 @@ def _version(distribution: str) -> str:
         return ""
 
 
+def _own_folder(op: str) -> Path | None:
+    """Folder of the module in "package.module:attribute"; None for the product's ops."""
+    if ":" not in op:
+        return None
+    try:
+        spec = find_spec(op.partition(":")[0])
+    except (ImportError, ValueError):
+        spec = None
+    return Path(spec.origin).parent if spec and spec.origin else None
+
+
 @cache
-def _digests(folder: Path) -> dict[str, str]:
+def _digests(folder: Path, which: str = "**/*.py") -> dict[str, str]:
     """Digest of the Python files of each subfolder; once a process, as its code is loaded once."""
     hashes: dict[str, hashlib._Hash] = {}
-    for path in sorted(folder.rglob("*.py")):
+    for path in sorted(folder.glob(which)):
         place = path.relative_to(folder)
         group = place.parts[0] if len(place.parts) > 1 else "."
         text = path.read_bytes()

@@ -223,9 +223,16 @@ class Builder(Protocol):
 
 
 def builder(op: str) -> Builder:
-    """Return the builder of `op`. Raises VariantError naming what can be built."""
-    if op not in BUILDERS:
+    """Return the builder of `op`: a key of BUILDERS, or "package.module:attribute" for one's own.
+
+    Raises VariantError naming what can be built.
+    """
+    place = BUILDERS.get(op, op)
+    if ":" not in place:
         raise VariantError(f"op {op!r} has no kernel to build; use one of {', '.join(BUILDERS)}")
-    module, _, attribute = BUILDERS[op].partition(":")
-    found: Builder = getattr(importlib.import_module(module), attribute)
+    module, _, attribute = place.partition(":")
+    try:
+        found: Builder = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise VariantError(f"{place!r} names no builder ({error})") from None
     return found

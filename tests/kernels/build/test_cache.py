@@ -116,6 +116,28 @@ def test_the_package_has_a_factor_a_folder() -> None:
     assert all(isinstance(v, str) for v in factors.values())
 
 
+def test_the_folder_of_a_builder_of_ones_own_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variant = replace(gemv(), op="builder_of_ones_own:BUILDER")
+
+    def factor(folder: Path, device: str, below: str) -> str:
+        (folder / "below").mkdir(parents=True)
+        (folder / "builder_of_ones_own.py").write_text("BUILDER = 1\n")
+        (folder / "device.py").write_text(device)
+        (folder / "below" / "other.py").write_text(below)
+        with monkeypatch.context() as patch:
+            patch.syspath_prepend(folder)
+            return key_factors(variant)["sources:own"]
+
+    base = factor(tmp_path / "base", "a = 1\n", "")
+    assert factor(tmp_path / "below", "a = 1\n", "b = 1\n") == base
+    assert factor(tmp_path / "edited", "a = 2\n", "") != base
+    # Without such a builder there is no such factor.
+    assert "sources:own" not in key_factors(gemv())
+    assert "sources:own" not in key_factors(variant)
+
+
 def test_diffs_name_both_sides() -> None:
     assert diff_factors({"a": "1", "b": "2", "c": "3"}, {"a": "1", "b": "4", "d": "5"}) == {
         "b": ("2", "4"),

@@ -75,6 +75,18 @@ def test_the_edges_of_what_the_gemv_covers() -> None:
         assert builder(OP).variant("sm_90a", shape, config).size("m") == shape["m"]
 
 
+def test_a_builder_of_ones_own_is_found_by_place() -> None:
+    own = "k3fuse.kernels.build.workbench_gemv:BUILDER"
+    assert builder(own) is builder(OP)
+    for place, message in (
+        ("no_such_module:BUILDER", "No module named 'no_such_module'"),
+        ("k3fuse.kernels.build.workbench_gemv:OTHER", "has no attribute 'OTHER'"),
+        (":BUILDER", "Empty module name"),
+    ):
+        with pytest.raises(VariantError, match=f"'{place}' names no builder .*{message}"):
+            builder(place)
+
+
 def test_unknown_names_list_the_known() -> None:
     with pytest.raises(VariantError, match="use one of workbench_gemv"):
         builder("gemm")
