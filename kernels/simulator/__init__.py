@@ -25,9 +25,11 @@ from k3fuse.kernels.simulator.errors import (
 from k3fuse.kernels.simulator.grids import Observer
 from k3fuse.kernels.simulator.launch import simulate
 from k3fuse.kernels.simulator.placement import Fresh, Multicast, Owned, Parameter
+from k3fuse.kernels.simulator.race_report import Access, Race
 from k3fuse.kernels.simulator.sequence import Launch, SequenceReport, simulate_sequence
 
 __all__ = [
+    "Access",
     "BarrierError",
     "Bytes",
     "DeadlockError",
@@ -40,6 +42,7 @@ __all__ = [
     "Owned",
     "Parameter",
     "PtxSyntaxError",
+    "Race",
     "SequenceReport",
     "SimReport",
     "SimulationError",

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from k3fuse.kernels.simulator.types import UNSIGNED, Array
+
+if TYPE_CHECKING:
+    from k3fuse.kernels.simulator.race_report import Race
 
 
 @dataclass
@@ -117,7 +120,9 @@ class SimReport:
     `warp_instructions` counts an instruction once for each warp that issues it, also when a guard
     turns off all of its lanes. `opcodes` splits that count by opcode. `traffic` is keyed by
     (requesting rank, buffer name, owning rank, "read" | "write"). Shared memory bytes are summed
-    over all CTAs. `rounds` is how often the scheduler visited every group of CTAs.
+    over all CTAs. When races were asked for, `races` holds the first ones, one for each pair of
+    source lines, and `race_count` the number of conflicting pairs of accesses. `rounds` is how
+    often the scheduler visited every group of CTAs.
     """
 
     entry: str
@@ -133,6 +138,8 @@ class SimReport:
     shared_written: int = 0
     shared_distinct: int = 0
     remote_shared: int = 0
+    races: tuple[Race, ...] = ()
+    race_count: int = 0
     rounds: int = 0
     seconds: float = 0.0
 

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from k3fuse.kernels.simulator.race_report import Race
+
 
 class SimulationError(RuntimeError):
-    """A kernel did something wrong, or the simulator cannot go on; the base of the others."""
+    """A kernel did something wrong, or the simulator cannot go on; the base of the others.
+
+    `races` holds the races that were found before, when they were asked for.
+    """
+
+    races: tuple[Race, ...] = ()
 
 
 class PtxSyntaxError(SimulationError):

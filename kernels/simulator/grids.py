@@ -72,7 +72,7 @@ class Grid:
     traffic: Traffic
     tally: Tally
     delay: int = 0
-    observer: Observer | None = None
+    observers: tuple[Observer, ...] = ()
     watch: Watch | None = None
     groups: list[Group] = field(default_factory=list)
     placed: int = 0
@@ -117,8 +117,8 @@ class Grid:
                 self.watch.earlier = [
                     grid for grid in self.watch.earlier if grid.index not in self.sure
                 ]
-        if self.observer is not None:
-            self.observer.grid_wait(group, lanes)
+        for observer in self.observers:
+            observer.grid_wait(group, lanes)
 
     def waits_first(self) -> bool:
         """Whether some CTA has triggered, or exited without, after its griddepcontrol.wait: then

@@ -26,6 +26,7 @@ def simulate(
     sms: int | None = None,
     registers: int = 0,
     observer: Observer | None = None,
+    races: bool = False,
 ) -> SimReport:
     """Run one kernel on all ranks at once and write the results back into its tensors.
 
@@ -37,6 +38,8 @@ def simulate(
     With `sms`, only so many CTAs of a rank are resident at once as fit that many SMs, given
     `registers` a thread. `observer` is told when grids start, wait and end.
 
+    `races`: also look for data races, and list them in the report.
+
     Raises ValueError for a wrong call, UnsupportedPtxError before anything runs, and
     MemoryAccessError, BarrierError or DeadlockError for what the kernel does wrong; tensors are
     then left as they were.
@@ -44,7 +47,10 @@ def simulate(
     launch = Launch(
         ptx_text, grid, block, params, entry, cluster, dynamic_smem, names, registers=registers
     )
-    done = simulate_sequence([launch], ranks=ranks, seed=seed, sms=sms, observer=observer)
+    done = simulate_sequence(
+        [launch], ranks=ranks, seed=seed, sms=sms, observer=observer, races=races
+    )
     report = done.launches[0]
+    report.races, report.race_count = done.races, done.race_count
     report.seconds = done.seconds
     return report

@@ -16,11 +16,13 @@ import numpy as np
 from k3fuse.kernels.simulator.delivery import Delivery
 from k3fuse.kernels.simulator.flow import Block
 from k3fuse.kernels.simulator.memory import GlobalMemory, Origin
+from k3fuse.kernels.simulator.order import WEAK, Order
 from k3fuse.kernels.simulator.shared import SharedMemory
 from k3fuse.kernels.simulator.types import UNSIGNED, Array, Value, is_scalar, spread
 
 if TYPE_CHECKING:
     from k3fuse.kernels.simulator.grids import Grid
+    from k3fuse.kernels.simulator.races import RaceChecker
 
 WARP = 32
 Dim3 = tuple[int, int, int]
@@ -46,10 +48,16 @@ class Frame:
         """The CTA (index in the group) of each lane."""
         return self.group.lane_cta if self.full else self.group.lane_cta[self.lanes]
 
-    def origin(self, line: int, text: str, *, strong: bool = False) -> Origin:
-        """Who executes the instruction."""
+    def origin(self, line: int, text: str, order: Order = WEAK) -> Origin:
+        """Who executes the instruction and in which memory order, for messages and checks."""
         group = self.group
-        return Origin(group.rank, line, text, group.cta_numbers[self.ctas()], group.grid, strong)
+        threads = None if group.races is None else self.threads()
+        ctas = group.cta_numbers[self.ctas()]
+        return Origin(group.rank, line, text, ctas, group.grid, order, threads)
+
+    def threads(self) -> Array:
+        """The lanes, numbered through all groups of a checked run."""
+        return self.lanes + self.group.first_thread
 
     def narrow(self, mask: Array, needed: list[int]) -> Frame:
         """A frame of the lanes where `mask` is set, with the registers in the slots `needed`."""
@@ -186,6 +194,8 @@ class Group:
         self.copy_groups: dict[str, Array] = {}
         self.issues = [0] * len(program.codes)
         self.round = 0
+        self.races: RaceChecker | None = None
+        self.first_thread = 0
 
     def execute(self, number: int, lanes: Array) -> Frame:
         """Run the body of block `number` for `lanes`; returns the frame, for the block's end."""
@@ -232,8 +242,8 @@ class Group:
 
     def live_ctas(self) -> Array:
         """Which CTAs have lanes left."""
-        live: Array = self.alive.reshape(self.ctas, self.threads).any(axis=1)
-        return live
+        live: Any = np.logical_or.reduce(self.alive.reshape(self.ctas, self.threads), axis=1)
+        return np.asarray(live)
 
     def counts_by_cta(self, lanes: Array) -> Array:
         """How many of the lanes belong to each CTA."""

@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from k3fuse.kernels.simulator.counters import Traffic
-from k3fuse.kernels.simulator.errors import MemoryAccessError
+from k3fuse.kernels.simulator.errors import MemoryAccessError, OverlapError
+from k3fuse.kernels.simulator.order import WEAK, Order
 from k3fuse.kernels.simulator.types import UNSIGNED, Array, Value
 
 if TYPE_CHECKING:
     from k3fuse.kernels.simulator.grids import Grid
+    from k3fuse.kernels.simulator.overlap import Watch
+    from k3fuse.kernels.simulator.races import RaceChecker
 
 POISON = 0xFF  # every unwritten byte: NaN in all float formats, -1 in integers
 _ALIGN = 1 << 20
@@ -52,10 +55,10 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Origin:
-    """Who does an access: rank, PTX line and text, the CTA of each lane, and the grid.
+    """Who does an access, and how: rank, PTX line and text, CTA of each lane, grid, memory order.
 
-    `strong` accesses are atomic or have an order other than weak. Accesses without a grid are
-    counted for the first one.
+    Accesses without a grid are counted for the first one. `threads` numbers the lanes through all
+    groups for the race checker; None: not to be checked.
     """
 
     rank: int
@@ -63,11 +66,26 @@ class Origin:
     text: str
     ctas: Array
     grid: Grid | None = None
-    strong: bool = False
+    order: Order = WEAK
+    threads: Array | None = None
+
+    @property
+    def strong(self) -> bool:
+        """Whether the access is atomic or has an order other than weak."""
+        return self.order.strength > 0
+
+    def pick(self, lanes: Array | slice) -> Origin:
+        """The same for some of the lanes."""
+        threads = None if self.threads is None else self.threads[lanes]
+        return replace(self, ctas=self.ctas[lanes], threads=threads)
 
     def at(self, ctas: Array) -> Origin:
-        """The same instruction for other lanes."""
-        return replace(self, ctas=ctas)
+        """The same instruction for other addresses, of which the race checker knows already."""
+        return replace(self, ctas=ctas, threads=None)
+
+    def unchecked(self) -> Origin:
+        """The same for accesses of which the race checker knows already."""
+        return self if self.threads is None else replace(self, threads=None)
 
     def where(self, lane: int) -> str:
         """Rank, CTA and PTX line of one of the accessing lanes; its launch when there are more."""
@@ -86,6 +104,7 @@ class GlobalMemory:
         self.groups: list[tuple[int, int, list[Buffer]]] = []
         self.traffic = Traffic()
         self.version = 0
+        self.races: RaceChecker | None = None
 
     def add(self, name: str, rank: int, content: Array, fresh: bool = False) -> Buffer:
         """Place bytes (uint8) in the memory of `rank`; `fresh` poisons them as unwritten."""
@@ -132,7 +151,7 @@ class GlobalMemory:
     def load(self, address: Array, width: int, count: int, site: Origin) -> list[Value]:
         """Read `count` elements of `width` bits at each address, in one aligned access."""
         size = width // 8 * count
-        parts = list(self._resolve(address, size, site, "read"))
+        parts = list(self.resolve(address, size, site, "read"))
         if len(parts) == 1 and parts[0][1] is None:
             return self._read(*parts[0], width, count, site)
         results: list[Value] = [np.zeros(len(address), UNSIGNED[width]) for _ in range(count)]
@@ -151,8 +170,10 @@ class GlobalMemory:
         count: int,
         site: Origin,
     ) -> list[Value]:
+        if self.races is not None:
+            self.races.read(buffer, offset, width // 8 * count, site, chosen)
         if buffer.written is not None:
-            check_written(buffer, offset, width // 8 * count, chosen, site)
+            self._check_written(buffer, offset, width // 8 * count, chosen, site)
         self._note(buffer, chosen, offset, width // 8 * count, site, write=False)
         first = offset >> (width.bit_length() - 4)
         view = buffer.views[width]
@@ -165,7 +186,9 @@ class GlobalMemory:
         """Write the elements `values` (one array per element) at each address."""
         size = width // 8 * len(values)
         self.version += 1
-        for buffer, chosen, offset in self._resolve(address, size, site, "write"):
+        for buffer, chosen, offset in self.resolve(address, size, site, "write"):
+            if self.races is not None:
+                self.races.write(buffer, offset, size, site, chosen)
             self._note(buffer, chosen, offset, size, site, write=True)
             buffer.changed = True
             first = offset >> (width.bit_length() - 4)
@@ -180,9 +203,11 @@ class GlobalMemory:
     ) -> Iterator[tuple[Array, Array | None, Array]]:
         """For atomics: (elements of the buffer, chosen lanes or None, element index of each)."""
         self.version += 1
-        for buffer, chosen, offset in self._resolve(address, width // 8, site, "update"):
+        for buffer, chosen, offset in self.resolve(address, width // 8, site, "update"):
+            if self.races is not None:
+                self.races.update(buffer, offset, width // 8, site, chosen)
             if buffer.written is not None:
-                check_written(buffer, offset, width // 8, chosen, site)
+                self._check_written(buffer, offset, width // 8, chosen, site)
             self._note(buffer, chosen, offset, width // 8, site, write=False)
             self._note(buffer, chosen, offset, width // 8, site, write=True)
             buffer.changed = True
@@ -193,8 +218,8 @@ class GlobalMemory:
         grid = site.grid
         if grid is not None and grid.watch is not None and grid.watch.active:
             verb = "write" if write else "read"
-            for buffer, chosen, offset in self._resolve(address, size, site, verb):
-                grid.watch.check(buffer, chosen, offset, size, site, write=write)
+            for buffer, chosen, offset in self.resolve(address, size, site, verb):
+                self._compare(grid.watch, buffer, chosen, offset, size, site, write)
 
     def _note(
         self,
@@ -215,11 +240,49 @@ class GlobalMemory:
             grid.traffic.record(site.rank, buffer, offset, size, write=write)
             return
         if grid.watch.active:
-            grid.watch.check(buffer, chosen, offset, size, site, write=write)
+            self._compare(grid.watch, buffer, chosen, offset, size, site, write)
         mark = grid.watch.marks.of(site.line, site.text, site.strong)
         grid.traffic.record(site.rank, buffer, offset, size, write=write, mark=mark)
 
-    def _resolve(
+    def _compare(
+        self,
+        watch: Watch,
+        buffer: Buffer,
+        chosen: Array | None,
+        offset: Array,
+        size: int,
+        site: Origin,
+        write: bool,
+    ) -> None:
+        try:
+            watch.check(buffer, chosen, offset, size, site, write=write)
+        except OverlapError as error:
+            if self.races is None:
+                raise
+            self.races.hold(error)
+
+    def _check_written(
+        self, buffer: Buffer, offset: Array, size: int, chosen: Array | None, site: Origin
+    ) -> None:
+        """Raise when a byte that is read was never written."""
+        written = buffer.written
+        if written is None:
+            return
+        for byte in range(size):
+            missing = written[offset + byte] == 0
+            if missing.any():
+                lane = int(np.flatnonzero(missing)[0])
+                at = int(offset[lane]) + byte
+                lane = lane if chosen is None else int(chosen[lane])
+                error = MemoryAccessError(
+                    f"read of byte {at} of {buffer.describe()} before anyone wrote it: "
+                    f"{site.where(lane)}"
+                )
+                if self.races is None:
+                    raise error
+                self.races.hold(error)
+
+    def resolve(
         self, address: Array, size: int, site: Origin, verb: str
     ) -> Iterator[tuple[Buffer, Array | None, Array]]:
         """Split an access by buffer: (buffer, chosen lanes or None for all, byte offsets)."""
@@ -276,25 +339,6 @@ class GlobalMemory:
             f"out-of-bounds {verb} of {size} bytes at byte {offset} of {near.describe()}, {side}: "
             f"{site.where(lane)}"
         )
-
-
-def check_written(
-    buffer: Buffer, offset: Array, size: int, chosen: Array | None, site: Origin
-) -> None:
-    """Raise when a byte that is read was never written."""
-    written = buffer.written
-    if written is None:
-        return
-    for byte in range(size):
-        missing = written[offset + byte] == 0
-        if missing.any():
-            lane = int(np.flatnonzero(missing)[0])
-            at = int(offset[lane]) + byte
-            lane = lane if chosen is None else int(chosen[lane])
-            raise MemoryAccessError(
-                f"read of byte {at} of {buffer.describe()} before anyone wrote it: "
-                f"{site.where(lane)}"
-            )
 
 
 def mark_written(written: Array, offset: Array, size: int) -> None:

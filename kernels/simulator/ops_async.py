@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -10,9 +11,13 @@ from k3fuse.kernels.simulator.errors import MemoryAccessError
 from k3fuse.kernels.simulator.machine import Copy, Frame, Group, Step
 from k3fuse.kernels.simulator.memory import Origin
 from k3fuse.kernels.simulator.ops_sync import barrier_places
+from k3fuse.kernels.simulator.order import Order
 from k3fuse.kernels.simulator.syntax import Constant
 from k3fuse.kernels.simulator.translate import Reader, Site, operation
 from k3fuse.kernels.simulator.types import Array
+
+if TYPE_CHECKING:
+    from k3fuse.kernels.simulator.arrivals import Copies
 
 _LEVEL_HINTS = ("L2::128B", "L2::64B", "L2::256B", "L2::cache_hint")
 _PIECES = 4  # a bulk copy lands in this many pieces when delivery is random
@@ -73,6 +78,8 @@ def _element(site: Site) -> Step:
         asked = np.ones(frame.count, np.bool_) if valid is None else valid == bytes_
         group.memory.announce(address[asked], bytes_, who.at(who.ctas[asked]), write=False)
         perform = _element_copy(group, place, address, valid, bytes_, who)
+        if group.races is not None:
+            group.races.start_copy(who, writes=[(group.shared, place, bytes_)])
         number = np.full(frame.count, -1, np.int64)
         group.copies.append(Copy("element", frame.lanes.copy(), number, perform))
 
@@ -86,7 +93,7 @@ def _element_copy(
     count = size * 8 // width
 
     def perform(chosen: Array) -> None:
-        site = who.at(who.ctas[chosen])
+        site = who.pick(chosen)
         if valid is None:
             values = group.memory.load(address[chosen], width, count, site)
         else:
@@ -98,11 +105,13 @@ def _element_copy(
                     )
             some = np.flatnonzero(valid[chosen] == size)
             if len(some):
-                loaded = group.memory.load(address[chosen][some], width, count, site)
+                loaded = group.memory.load(address[chosen][some], width, count, site.pick(some))
                 values = [value.copy() for value in values]
                 for value, part in zip(values, loaded, strict=True):
                     value[some] = part
-        group.shared.write(place[chosen], width, values)
+        group.shared.write(place[chosen], width, values, site.unchecked())
+        if group.races is not None:
+            group.races.finish_copy(site, writes=[(group.shared, place[chosen], size)])
 
     return perform
 
@@ -164,7 +173,7 @@ def _arrive_after_copies(site: Site) -> Step:
     line, text = site.instruction.line, site.instruction.text
 
     def run(frame: Frame) -> None:
-        who = frame.origin(line, text)
+        who = frame.origin(line, text, Order("release", 1))
         wait_group(frame, "element", 0, uncommitted=True)
         ones = np.ones(frame.count, np.int64)
         frame.group.shared.arrive(places(frame, who), ones, ones * 0, who)
@@ -221,16 +230,40 @@ def _bulk_in(site: Site, source: str) -> Step:
         barriers, sizes = barrier(frame, who), frame.array(size(frame))
         for lane in range(frame.count):
             amount = int(sizes[lane])
-            one = who.at(who.ctas[lane : lane + 1])
+            one = who.pick(slice(lane, lane + 1))
             _check_run(group, int(places[lane]), amount, one)
+            cuts = _cut(amount, group.delivery.random is not None)
+            copies = None
+            if group.races is not None:
+                steps = np.arange(0, amount, 16)[None]
+                at = barriers[lane : lane + 1]
+                copies = group.races.copy(
+                    one, group.shared, at,
+                    writes=[(group.shared, places[lane] + steps, 16)],
+                    reads=[_source(group, int(starts[lane]), steps, from_global, one)],
+                    parts=len(cuts),
+                )  # fmt: skip
             pieces = [
                 _piece(group, int(starts[lane]), int(places[lane]), first, length,
-                       barriers[lane : lane + 1], from_global, one)
-                for first, length in _cut(amount, group.delivery.random is not None)
+                       barriers[lane : lane + 1], from_global, one.unchecked(), copies)
+                for first, length in cuts
             ]  # fmt: skip
             group.delivery.send(group, pieces)
 
     return run
+
+
+def _source(
+    group: Group, start: int, steps: Array, from_global: bool, who: Origin
+) -> tuple[Any, Array, int]:
+    """What a bulk copy reads, for the race checker: memory, byte offsets, bytes at each."""
+    if not from_global:
+        return group.shared, start + steps, 16
+    addresses = np.uint64(start) + steps[0].astype(np.uint64)
+    every = who.at(np.repeat(who.ctas, len(addresses)))
+    for buffer, _, offset in group.memory.resolve(addresses, 16, every, "read"):
+        return buffer, offset[None], 16
+    raise MemoryAccessError(f"bulk copy of no bytes: {who.where(0)}")
 
 
 def _check_run(group: Group, place: int, amount: int, who: Origin) -> None:
@@ -261,6 +294,7 @@ def _piece(
     barrier: Array,
     from_global: bool,
     who: Origin,
+    copies: Copies | None,
 ) -> Callable[[], None]:
     def land() -> None:
         if from_global:
@@ -268,9 +302,14 @@ def _piece(
         else:
             marks = group.shared.written[start + first : start + first + length]
             if not marks.all():
-                raise MemoryAccessError(f"bulk copy of unwritten shared memory: {who.where(0)}")
+                error = MemoryAccessError(f"bulk copy of unwritten shared memory: {who.where(0)}")
+                if group.races is None:
+                    raise error
+                group.races.hold(error)
             content = group.shared.data[start + first : start + first + length].copy()
         group.shared.write_bytes(place + first, content)
+        if copies is not None:
+            copies.land()
         group.shared.arrive(barrier, np.zeros(1, np.int64), np.array([-length]), who)
 
     return land
@@ -294,19 +333,31 @@ def _bulk_out(site: Site) -> Step:
         starts = group.shared.locate(frame.array(source(frame)), frame.ctas(), 16, who, "bulk read")
         places = frame.array(target(frame)).copy()
         sizes = frame.array(size(frame)).astype(np.int64)
+
+        def runs(lane: int, one: Origin) -> dict[str, Any]:
+            steps = np.arange(0, int(sizes[lane]), 16)[None]
+            return {
+                "reads": [(group.shared, starts[lane] + steps, 16)],
+                "writes": [_source(group, int(places[lane]), steps, True, one)],
+            }
+
         for lane in range(frame.count):
-            _check_run(group, int(starts[lane]), int(sizes[lane]), who)
+            one = who.pick(slice(lane, lane + 1))
+            _check_run(group, int(starts[lane]), int(sizes[lane]), one)
             run_ = places[lane] + np.arange(0, int(sizes[lane]), 16, dtype=np.uint64)
-            ctas = np.broadcast_to(who.ctas[lane], (len(run_),))
-            group.memory.announce(run_, 16, who.at(ctas), write=True)
+            group.memory.announce(run_, 16, who.at(np.repeat(one.ctas, len(run_))), write=True)
+            if group.races is not None:
+                group.races.start_copy(one, **runs(lane, one))
 
         def perform(chosen: Array) -> None:
             for lane in chosen:
                 steps = np.arange(0, int(sizes[lane]), 16)
-                ctas = np.broadcast_to(who.ctas[lane], (len(steps),))
-                site_ = who.at(ctas)
+                one = who.pick(slice(lane, lane + 1))
+                site_ = who.at(np.repeat(one.ctas, len(steps)))
                 values = group.shared.read(starts[lane] + steps, 64, 2, site_)
                 group.memory.store(places[lane] + steps.astype(np.uint64), 64, values, site_)
+                if group.races is not None:
+                    group.races.finish_copy(one, **runs(int(lane), one))
 
         number = np.full(frame.count, -1, np.int64)
         group.copies.append(Copy("bulk", frame.lanes.copy(), number, perform))
@@ -341,9 +392,13 @@ def store_async(site: Site) -> Step:
             frame.array(target(frame)), frame.ctas(), size * len(reads), who, "write", True
         )
         barriers = barrier(frame, who)
+        copies = None
+        if group.races is not None:
+            run_ = group.shared, places[:, None], size * len(reads)
+            copies = group.races.copy(who, group.shared, barriers, writes=[run_], parts=len(reads))
         pieces = [
             _landing(group, places + item * size, kind.width, frame.array(read(frame)).copy(),
-                     barriers, who)
+                     barriers, who.unchecked(), copies)
             for item, read in enumerate(reads)
         ]  # fmt: skip
         group.delivery.send(group, pieces)
@@ -352,10 +407,18 @@ def store_async(site: Site) -> Step:
 
 
 def _landing(
-    group: Group, places: Array, width: int, value: Array, barriers: Array, who: Origin
+    group: Group,
+    places: Array,
+    width: int,
+    value: Array,
+    barriers: Array,
+    who: Origin,
+    copies: Copies | None,
 ) -> Callable[[], None]:
     def land() -> None:
-        group.shared.write(places, width, [value])
+        group.shared.write(places, width, [value], who)
+        if copies is not None:
+            copies.land()
         count = np.zeros(len(places), np.int64)
         group.shared.arrive(barriers, count, count - width // 8, who)
 

@@ -10,6 +10,7 @@ from k3fuse.kernels.simulator.errors import SimulationError
 from k3fuse.kernels.simulator.formats import bf16_to_f32, f32_to_bf16
 from k3fuse.kernels.simulator.machine import Frame, Step
 from k3fuse.kernels.simulator.ops_memory import take_order
+from k3fuse.kernels.simulator.order import SCOPES
 from k3fuse.kernels.simulator.syntax import Vector
 from k3fuse.kernels.simulator.translate import Site, operation
 from k3fuse.kernels.simulator.types import Array, PtxType, Value, bits_type
@@ -35,7 +36,7 @@ def atomic(site: Site) -> Step:
     returns = site.instruction.parts[0] == "atom"
     kind = site.take_type()
     space = site.take("global", "shared", "shared::cta", "shared::cluster") or "global"
-    take_order(site)
+    order = take_order(site, "relaxed")
     name = site.take(*_COMBINE, "cas")
     site.take("noftz")
     site.done()
@@ -54,17 +55,21 @@ def atomic(site: Site) -> Step:
     line, text = site.instruction.line, site.instruction.text
 
     def run(frame: Frame) -> None:
-        who = frame.origin(line, text, strong=True)
+        who = frame.origin(line, text, order)
         address = frame.array(pointer(frame))
         operands = [frame.array(value(frame)) for value in values]
         if shared:
             memory = frame.group.shared
             offset = memory.locate(address, frame.ctas(), kind.width // 8, who, "update", True)
-            memory.read(offset, kind.width, 1, who)
+            if memory.races is not None:
+                memory.races.update(memory, offset, kind.width // 8, who, None)
+            memory.read(offset, kind.width, 1, who.unchecked())
             memory.version += 1
             index = offset >> (kind.width.bit_length() - 4)
             old = apply_atomic(memory.views[kind.width], index, name, kind, operands)
         else:
+            if order.releases:
+                frame.group.delivery.flush(frame.group)
             old = np.zeros(frame.count, raw.bits)
             for view, chosen, index in frame.group.memory.update(address, kind.width, who):
                 part = slice(None) if chosen is None else chosen
@@ -139,15 +144,33 @@ _FENCE_WORDS = [
 
 @operation("fence", "membar", selective=True)
 def fence(site: Site) -> Step:
-    """Fences: memory is sequentially consistent here, so they only deliver multicast stores."""
+    """Fences: memory is sequentially consistent here, so they only deliver multicast stores.
+
+    The race checker sees their scope; a proxy fence is one with .async.
+    """
+    words = site.left.copy()
     while site.take(*_FENCE_WORDS):
         pass
     site.done()
+    strength = _fence_strength(words)
 
     def run(frame: Frame) -> None:
         frame.group.delivery.flush(frame.group)
+        if frame.group.races is not None and strength is not None:
+            frame.group.races.fence(frame.threads(), strength)
 
     return run
+
+
+def _fence_strength(words: list[str]) -> int | None:
+    """1 (cta) to 4 (sys); 0 for the async proxy, -1 for mbarrier_init, None for no order."""
+    if "mbarrier_init" in words:
+        return -1
+    if "proxy" in words:
+        return 0 if "async" in words else None
+    if "gl" in words:
+        return SCOPES.index("gpu")
+    return max((SCOPES.index(word) for word in words if word in SCOPES[1:]), default=4)
 
 
 @operation("prefetch", "prefetchu", "applypriority", "nanosleep", "setmaxnreg")

@@ -10,13 +10,13 @@ from k3fuse.kernels.simulator.errors import MemoryAccessError
 from k3fuse.kernels.simulator.machine import Frame, Step, Wait
 from k3fuse.kernels.simulator.memory import GlobalMemory
 from k3fuse.kernels.simulator.ops_integer import GENERIC_TAGS
+from k3fuse.kernels.simulator.order import SCOPES, Order, order_of
 from k3fuse.kernels.simulator.syntax import Address, Register, Symbol
 from k3fuse.kernels.simulator.translate import Reader, Site, operation
 from k3fuse.kernels.simulator.types import UNSIGNED, Array, PtxType, Value, bits_type
 
 _SHARED_TAG, _LOCAL_TAG = (np.uint64(GENERIC_TAGS[name]) for name in ("shared", "local"))
 ORDERS = ("weak", "relaxed", "acquire", "release", "acq_rel", "volatile", "mmio")
-SCOPES = ("cta", "cluster", "gpu", "sys")
 _HINTS = (
     "nc",
     "ca",
@@ -42,13 +42,13 @@ _HINTS = (
 SPACES = ("global", "shared", "shared::cta", "shared::cluster", "local", "param", "const")
 
 
-def take_order(site: Site) -> str:
-    """Take memory order, scope and cache hints; returns the order."""
-    order = site.take(*ORDERS) or "weak"
-    site.take(*SCOPES)
+def take_order(site: Site, default: str = "weak") -> Order:
+    """Take memory order, scope and cache hints; `default` is the order when there is none."""
+    name = site.take(*ORDERS) or default
+    scope = site.take(*SCOPES[1:])
     while site.take(*_HINTS):
         pass
-    return order
+    return order_of(name, scope)
 
 
 def take_vector(site: Site) -> int:
@@ -110,14 +110,14 @@ def _load_parameter(site: Site, kind: PtxType) -> Step:
 Fetch = Callable[[Frame], list[Value]]
 
 
-def _fetcher(site: Site, space: str, width: int, count: int, order: str) -> Fetch:
+def _fetcher(site: Site, space: str, width: int, count: int, order: Order) -> Fetch:
     line, text = site.instruction.line, site.instruction.text
     if space in ("shared", "shared::cta", "shared::cluster"):
         pointer = site.pointer(1, 32)
         cluster = space == "shared::cluster"
 
         def from_shared(frame: Frame) -> list[Value]:
-            who, shared = frame.origin(line, text), frame.group.shared
+            who, shared = frame.origin(line, text, order), frame.group.shared
             place = shared.locate(
                 frame.array(pointer(frame)), frame.ctas(), width // 8 * count, who, "read", cluster
             )
@@ -128,12 +128,11 @@ def _fetcher(site: Site, space: str, width: int, count: int, order: str) -> Fetc
         local = _local_pointer(site, 1)
         return lambda frame: load_local(frame, local(frame), width, count, line, text)
     wide = site.pointer(1, 64)
-    strong = order != "weak"
 
     def from_generic(frame: Frame) -> list[Value]:
         address = frame.array(wide(frame))
         kind = tag_of(address)
-        who = frame.origin(line, text, strong=strong)
+        who = frame.origin(line, text, order)
         if kind == "shared":
             shared = frame.group.shared
             place = shared.locate(
@@ -143,7 +142,7 @@ def _fetcher(site: Site, space: str, width: int, count: int, order: str) -> Fetc
         if kind == "local":
             return load_local(frame, address & ~_LOCAL_TAG, width, count, line, text)
         values = frame.group.memory.load(address, width, count, who)
-        if order != "weak":
+        if order.strength:
             frame.group.waits[line] = Wait(
                 frame.lanes,
                 _polled(frame.group.memory, address, values, line, text),
@@ -231,7 +230,7 @@ def store(site: Site) -> Step:
         return store_async(site)
     kind = site.take_type()
     space = site.take(*SPACES) or "generic"
-    strong = take_order(site) != "weak"
+    order = take_order(site)
     count = take_vector(site)
     site.done()
     if space in ("param", "const"):
@@ -244,11 +243,11 @@ def store(site: Site) -> Step:
         pointer, cluster = site.pointer(0, 32), space == "shared::cluster"
 
         def to_shared(frame: Frame) -> None:
-            who, shared = frame.origin(line, text), frame.group.shared
+            who, shared = frame.origin(line, text, order), frame.group.shared
             place = shared.locate(
                 frame.array(pointer(frame)), frame.ctas(), width // 8 * count, who, "write", cluster
             )
-            shared.write(place, width, [frame.array(read(frame)) for read in reads])
+            shared.write(place, width, [frame.array(read(frame)) for read in reads], who)
 
         return to_shared
     if space == "local":
@@ -262,16 +261,18 @@ def store(site: Site) -> Step:
         address = frame.array(wide(frame))
         values = [frame.array(read(frame)) for read in reads]
         kind_of = tag_of(address)
-        who = frame.origin(line, text, strong=strong)
+        who = frame.origin(line, text, order)
         if kind_of == "shared":
             shared = frame.group.shared
             place = shared.locate(
                 address.astype(np.uint32), frame.ctas(), width // 8 * count, who, "write", True
             )
-            shared.write(place, width, values)
+            shared.write(place, width, values, who)
         elif kind_of == "local":
             store_local(frame, address & ~_LOCAL_TAG, values, line, text)
         else:
+            if order.releases:  # earlier multicast stores are part of what it publishes
+                frame.group.delivery.flush(frame.group)
             frame.group.memory.store(address, width, values, who)
 
     return to_generic

@@ -114,7 +114,8 @@ def load_matrix(site: Site) -> Step:
         address = frame.array(pointer(frame)).reshape(-1, WARP)[:, : 8 * count].reshape(-1)
         ctas = frame.ctas().reshape(-1, WARP)[:, : 8 * count].reshape(-1)
         place = shared.locate(address, ctas, 16, who, "read")
-        halves = np.stack(shared.read(place, 64, 2, who), axis=1).view(np.uint16)
+        givers = np.arange(frame.count).reshape(-1, WARP)[:, : 8 * count].reshape(-1)
+        halves = np.stack(shared.read(place, 64, 2, who.pick(givers)), axis=1).view(np.uint16)
         tiles = halves.reshape(-1, count, 8, 8)
         if transposed:
             tiles = np.ascontiguousarray(tiles.transpose(0, 1, 3, 2))

@@ -24,7 +24,7 @@ def multimem(site: Site) -> Step:
     kind = site.take_type()
     name = site.take("st", "red")
     site.take("global")
-    strong = take_order(site) != "weak" or name == "red"
+    order = take_order(site, "relaxed" if name == "red" else "weak")
     adds = site.take("add") if name == "red" else None
     count = take_vector(site)
     site.done()
@@ -39,15 +39,20 @@ def multimem(site: Site) -> Step:
     line, text = site.instruction.line, site.instruction.text
 
     def run(frame: Frame) -> None:
-        group, who = frame.group, frame.origin(line, text, strong=strong)
+        group, who = frame.group, frame.origin(line, text, order)
+        late = who.unchecked()
         address = frame.array(pointer(frame))
         members = group.memory.multicast(address, 4 * count, who)
+        if order.releases:
+            group.delivery.flush(group)
         pieces = []
         for member in members:
+            if group.races is not None:
+                group.races.spread(group.memory, member, 4 * count, who, adds is not None)
             for item, read in enumerate(reads):
                 value = frame.array(read(frame)).copy()
                 place = member + np.uint64(4 * item)
-                pieces.append(_landing(group, place, value, kind if adds else None, who))
+                pieces.append(_landing(group, place, value, kind if adds else None, late))
         group.delivery.send(group, pieces, fenced=True)
 
     return run

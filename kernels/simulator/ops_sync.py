@@ -8,6 +8,7 @@ import numpy as np
 
 from k3fuse.kernels.simulator.machine import BarrierState, Frame, Group, Step, Wait
 from k3fuse.kernels.simulator.memory import Origin
+from k3fuse.kernels.simulator.order import Order, order_of
 from k3fuse.kernels.simulator.shared import FIRST_BYTE
 from k3fuse.kernels.simulator.syntax import Address
 from k3fuse.kernels.simulator.translate import Site, operation
@@ -27,15 +28,16 @@ def barrier(site: Site) -> Step:
     if site.take("warp"):
         site.take("sync")
         site.done()
-        return lambda frame: None
+        return _warp_sync
     cluster, arrive = site.take("cluster"), site.take("arrive")
     if not arrive:
         raise site.unsupported("barrier form")
-    while site.take("cta", "aligned", "release", "relaxed"):
+    relaxed = bool(site.take("relaxed"))
+    while site.take("cta", "aligned", "release"):
         pass
     site.done()
     if cluster:
-        return _cluster_arrive
+        return lambda frame: _cluster_arrive(frame, relaxed)
     number, count = site.bits(0, 32), site.bits(1, 32)
 
     def run(frame: Frame) -> None:
@@ -45,15 +47,26 @@ def barrier(site: Site) -> Step:
             state = barrier_state(frame.group, int(name))
             state.arrived += frame.group.counts_by_cta(frame.lanes[chosen])
             state.wanted = int(counts[chosen][0])
+            if frame.group.races is not None:
+                frame.group.races.arrivals.arrive(int(name), frame.threads()[chosen])
         frame.group.shared.version += 1
 
     return run
 
 
-def _cluster_arrive(frame: Frame) -> None:
+def _warp_sync(frame: Frame) -> None:
+    """The scheduler has gathered the warp; the race checker learns that its lanes have met."""
+    if frame.group.races is not None:
+        frame.group.races.clocks.sync_warps(frame.threads())
+
+
+def _cluster_arrive(frame: Frame, relaxed: bool) -> None:
     group = frame.group
     group.shared.version += 1
     group.cluster_wanted[frame.lanes] += 1
+    if group.races is not None:
+        phases = group.cluster_wanted[frame.lanes]
+        group.races.arrivals.cluster_arrive(frame.threads(), phases, relaxed)
     group.cluster_arrived += group.counts_by_cta(frame.lanes)
     settle_cluster(group)
 
@@ -77,8 +90,7 @@ def mbarrier(site: Site) -> Step:
         site.left.pop()
     space = site.take("shared", "shared::cta", "shared::cluster")
     remote = space == "shared::cluster"
-    while site.take("release", "acquire", "relaxed", "cta", "cluster"):
-        pass
+    sem, scope = site.take("release", "acquire", "relaxed"), site.take("cta", "cluster")
     builder = {
         "init": _init,
         "inval": _invalidate,
@@ -90,7 +102,12 @@ def mbarrier(site: Site) -> Step:
     }.get(name)
     if builder is None:
         raise site.unsupported(f"mbarrier.{name}")
-    return builder(site, name, remote)
+    if name in ("expect_tx", "complete_tx"):
+        sem = "relaxed"
+    sem = sem or ("acquire" if name.endswith("wait") else "release")
+    # Without a scope PTX means .cta, yet the cluster pipelines of compilers leave it out when they
+    # signal a peer; only an explicit .cta is taken at its word.
+    return builder(site, remote, order_of(sem, scope, "cluster"))
 
 
 Places = Callable[[Frame, Origin], Array]
@@ -107,7 +124,7 @@ def barrier_places(site: Site, place: int, remote: bool) -> Places:
     return read
 
 
-def _init(site: Site, name: str, remote: bool) -> Step:
+def _init(site: Site, remote: bool, order: Order) -> Step:
     site.done()
     places, count = barrier_places(site, 0, False), site.bits(1, 32)
     line, text = site.instruction.line, site.instruction.text
@@ -120,7 +137,7 @@ def _init(site: Site, name: str, remote: bool) -> Step:
     return run
 
 
-def _invalidate(site: Site, name: str, remote: bool) -> Step:
+def _invalidate(site: Site, remote: bool, order: Order) -> Step:
     site.done()
     places = barrier_places(site, 0, False)
     line, text = site.instruction.line, site.instruction.text
@@ -132,7 +149,7 @@ def _invalidate(site: Site, name: str, remote: bool) -> Step:
     return run
 
 
-def _arrive(site: Site, name: str, remote: bool) -> Step:
+def _arrive(site: Site, remote: bool, order: Order) -> Step:
     with_bytes = site.take("expect_tx")
     if site.take("noComplete", "drop"):
         raise site.unsupported("arrive form")
@@ -147,7 +164,7 @@ def _arrive(site: Site, name: str, remote: bool) -> Step:
     line, text = site.instruction.line, site.instruction.text
 
     def run(frame: Frame) -> None:
-        who = frame.origin(line, text)
+        who = frame.origin(line, text, order)
         ones = np.ones(frame.count, np.int64)
         given = ones if amount is None else frame.array(amount(frame)).astype(np.int64)
         count, expect = (ones, given) if with_bytes else (given, ones * 0)
@@ -158,21 +175,22 @@ def _arrive(site: Site, name: str, remote: bool) -> Step:
     return run
 
 
-def _expect(site: Site, name: str, remote: bool) -> Step:
+def _expect(site: Site, remote: bool, order: Order) -> Step:
     site.done()
+    name = site.instruction.parts[1]
     places, amount = barrier_places(site, 0, remote), site.bits(1, 32)
     sign = 1 if name == "expect_tx" else -1
     line, text = site.instruction.line, site.instruction.text
 
     def run(frame: Frame) -> None:
-        who = frame.origin(line, text)
+        who = frame.origin(line, text, order)
         given = frame.array(amount(frame)).astype(np.int64) * sign
         frame.group.shared.arrive(places(frame, who), given * 0, given, who)
 
     return run
 
 
-def _wait(site: Site, name: str, remote: bool) -> Step:
+def _wait(site: Site, remote: bool, order: Order) -> Step:
     parity = site.take("parity")
     site.done()
     places, write = barrier_places(site, 1, False), site.result(PRED)
@@ -180,11 +198,13 @@ def _wait(site: Site, name: str, remote: bool) -> Step:
     line, text = site.instruction.line, site.instruction.text
 
     def run(frame: Frame) -> None:
-        who = frame.origin(line, text)
+        who = frame.origin(line, text, order)
         where = places(frame, who)
         phase = frame.group.shared.phases(where, who)
         given = frame.array(wanted(frame)).astype(np.int64)
         done = (phase & 1) != (given & 1) if parity else phase != given
+        if frame.group.races is not None:
+            frame.group.races.barrier_wait(who, frame.group.shared, where, done)
         write(frame, done)
         if not done.all():
             blocked = np.flatnonzero(~done)

@@ -180,6 +180,8 @@ def _park(group: Group, code: Code, frame: Frame, lanes: Array, following: int) 
         state.wanted = int(arguments[1][chosen][0]) if len(arguments) > 1 else None
         state.arrived += group.counts_by_cta(lanes[chosen])
         state.parked.append((lanes[chosen], following))
+        if group.races is not None:
+            group.races.arrivals.arrive(int(name), frame.threads()[chosen])
     group.shared.version += 1
 
 
@@ -209,6 +211,10 @@ def _release(group: Group, name: int) -> None:
         return
     state.arrived[done] = 0
     parked, state.parked = state.parked, []
+    if group.races is not None:
+        waiting = np.concatenate([lanes for lanes, _ in parked])
+        leaving = np.sort(waiting[done[group.lane_cta[waiting]]])
+        group.races.arrivals.leave(name, leaving + group.first_thread)
     for lanes, following in parked:
         free = done[group.lane_cta[lanes]]
         group.push(following, lanes[free])
@@ -222,6 +228,9 @@ def release_cluster(group: Group) -> None:
     parked, group.cluster_parked = group.cluster_parked, []
     for lanes, following in parked:
         free = group.cluster_phase[group.lane_cta[lanes]] >= group.cluster_wanted[lanes]
+        if group.races is not None and free.any():
+            threads = lanes[free] + group.first_thread
+            group.races.arrivals.cluster_leave(threads, group.cluster_wanted[lanes[free]])
         group.push(following, lanes[free])
         if not free.all():
             group.cluster_parked.append((lanes[~free], following))

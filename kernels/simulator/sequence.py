@@ -34,6 +34,8 @@ from k3fuse.kernels.simulator.memory import GlobalMemory
 from k3fuse.kernels.simulator.overlap import Watch
 from k3fuse.kernels.simulator.parser import parse
 from k3fuse.kernels.simulator.placement import Parameter, Placement
+from k3fuse.kernels.simulator.race_report import Race
+from k3fuse.kernels.simulator.races import RaceChecker
 from k3fuse.kernels.simulator.scheduler import Scheduler
 from k3fuse.kernels.simulator.shared import FIRST_BYTE
 from k3fuse.kernels.simulator.streams import Streams
@@ -73,8 +75,8 @@ class SequenceReport:
     """The outcome of a sequence: one SimReport a launch, summed over its ranks, and totals.
 
     `timeline[rank, launch]` is (first round, round in which it was complete). `notes` are remarks
-    that are no faults by themselves. `traffic` counts a byte that several launches touch as
-    distinct once.
+    that are no faults by themselves; `races` and `race_count` are those of SimReport. `traffic`
+    counts a byte that several launches touch as distinct once.
     """
 
     launches: list[SimReport]
@@ -83,6 +85,8 @@ class SequenceReport:
     traffic: dict[tuple[int, str, int, str], Bytes] = field(default_factory=dict)
     timeline: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    races: tuple[Race, ...] = ()
+    race_count: int = 0
     rounds: int = 0
     seconds: float = 0.0
 
@@ -115,6 +119,7 @@ def simulate_sequence(
     delay: Mapping[tuple[int, int], int] | None = None,
     skip: Collection[tuple[int, int]] = (),
     observer: Observer | None = None,
+    races: bool = False,
 ) -> SequenceReport:
     """Run launches in stream order on every rank, and write the results back into the tensors.
 
@@ -124,7 +129,9 @@ def simulate_sequence(
     it are complete. `sms`: only so many CTAs of a rank are resident at once as fit that many SMs;
     without it all are. `delay[rank, launch]` holds a launch back for that many rounds after it
     could start. `skip` leaves (rank, launch) out, as a rank that gave a step up does. With a `seed`
-    launches also start up to 6 rounds late. `observer` is told of grids.
+    launches also start up to 6 rounds late. `observer` is told of grids. With `races` data races
+    are looked for, too (docs/simulator.md); reads of unwritten bytes, overlaps and surplus arrivals
+    then end the run only at its end, as errors that carry the races.
 
     Raises ValueError for a wrong call, UnsupportedPtxError before anything runs, and
     MemoryAccessError, BarrierError, OverlapError or DeadlockError for what a kernel does wrong;
@@ -136,6 +143,8 @@ def simulate_sequence(
     _check_places("delay", delay or {}, ranks, len(launches))
     _check_places("skip", skip, ranks, len(launches))
     memory, delivery = GlobalMemory(ranks), Delivery(seed)
+    checker = memory.races = RaceChecker() if races else None
+    observers = tuple(item for item in (checker, observer) if item is not None)
     placed = Placement(memory)
     watched = any(launch.pdl for launch in launches)
     streams: list[list[Grid]] = [[] for _ in range(ranks)]
@@ -154,7 +163,7 @@ def simulate_sequence(
             grid = Grid(
                 index, rank, label, program, (launch.grid, launch.block, launch.cluster),
                 launch.dynamic_smem, placed.pack(code, rank, values, launch.names), order, need,
-                launch.pdl, traffic, tally, (delay or {}).get((rank, index), 0), observer,
+                launch.pdl, traffic, tally, (delay or {}).get((rank, index), 0), observers,
             )  # fmt: skip
             grid.watch = Watch(grid, marks) if watched else None
             streams[rank].append(grid)
@@ -166,7 +175,11 @@ def simulate_sequence(
     with np.errstate(all="ignore"):
         moving = Streams(streams, memory, delivery, sms=sms, lanes=_GROUP_LANES, seed=seed)
         scheduler = Scheduler(moving, memory, delivery, seed)
-        scheduler.run()
+        if checker is None:
+            scheduler.run()
+        else:
+            checker.expect([grid for grids in streams for grid in grids])
+            checker.watch(scheduler.run)
     placed.write_back()
     for report, program, traffic, tally in zip(reports, programs, traffics, tallies, strict=True):
         _fill(report, program, traffic, tally)
@@ -177,6 +190,8 @@ def simulate_sequence(
         for grid in grids
     }
     result = SequenceReport(reports, ranks, seed, by_buffer(traffics), timeline, moving.notes)
+    if checker is not None:
+        result.races, result.race_count = checker.races, checker.count
     result.rounds, result.seconds = scheduler.rounds, time.perf_counter() - started
     return result
 

@@ -7,12 +7,16 @@ cluster plus one, as `mapa` makes them here.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from k3fuse.kernels.simulator.errors import BarrierError, MemoryAccessError
 from k3fuse.kernels.simulator.memory import POISON, Origin
 from k3fuse.kernels.simulator.types import UNSIGNED, Array, Value
+
+if TYPE_CHECKING:
+    from k3fuse.kernels.simulator.races import RaceChecker
 
 OFFSET_MASK = np.uint32(0xFFFFFF)
 RANK_SHIFT = np.uint32(24)
@@ -55,6 +59,7 @@ class SharedMemory:
         self.marks = {width: self.written.view(UNSIGNED[width]) for width in (8, 16, 32, 64)}
         self.barriers: dict[int, MBarriers] = {}
         self.version = 0
+        self.races: RaceChecker | None = None
         self.read_bytes = self.written_bytes = self.remote_bytes = 0
 
     def target(self, address: Array, ctas: Array, cluster: bool, site: Origin) -> Array:
@@ -93,6 +98,8 @@ class SharedMemory:
 
     def read(self, place: Array, width: int, count: int, site: Origin) -> list[Value]:
         """`count` elements of `width` bits at byte offsets into `data`."""
+        if self.races is not None:
+            self.races.read(self, place, width // 8 * count, site, None)
         self.read_bytes += width // 8 * count * len(place)
         first = place >> (width.bit_length() - 4)
         view, marks = self.views[width], self.marks[width]
@@ -104,16 +111,21 @@ class SharedMemory:
             if missing.any():
                 lane = int(np.flatnonzero(missing)[0])
                 byte = int(place[lane]) % self.size - FIRST_BYTE + item * width // 8
-                raise MemoryAccessError(
+                error = MemoryAccessError(
                     f"read of byte {byte} of shared memory before anyone wrote it: "
                     f"{site.where(lane)}"
                 )
+                if self.races is None:
+                    raise error
+                self.races.hold(error)
             values.append(view.take(index))
         return values
 
-    def write(self, place: Array, width: int, values: list[Array]) -> None:
+    def write(self, place: Array, width: int, values: list[Array], site: Origin) -> None:
         """Write elements at byte offsets into `data`."""
         self.version += 1
+        if self.races is not None:
+            self.races.write(self, place, width // 8 * len(values), site, None)
         self.written_bytes += width // 8 * len(values) * len(place)
         first = place >> (width.bit_length() - 4)
         view, marks = self.views[width], self.marks[width]
@@ -154,6 +166,8 @@ class SharedMemory:
             barriers.valid[owner] = True
             barriers.expected[owner] = barriers.pending[owner] = value
             barriers.bytes[owner] = barriers.phase[owner] = 0
+        if self.races is not None:
+            self.races.barrier_init(site, self, place)
 
     def drop_barrier(self, place: Array, site: Origin) -> None:
         """`mbarrier.inval`: the bytes may be used for something else."""
@@ -166,6 +180,8 @@ class SharedMemory:
         A negative `expect` with count 0 completes bytes, as asynchronous copies do.
         """
         self.version += 1
+        if self.races is not None:
+            self.races.barrier_arrive(site, self, place)
         phase = np.zeros(len(place), np.uint64)
         for barriers, owner, chosen in self.barrier_groups(place, site):
             phase[chosen] = barriers.phase[owner]
@@ -174,11 +190,16 @@ class SharedMemory:
             touched = np.unique(owner)
             if (barriers.pending[touched] < 0).any():
                 offset = int(place[chosen[0]]) % self.size - FIRST_BYTE
-                raise BarrierError(
+                error = BarrierError(
                     f"mbarrier at byte {offset} of shared memory gets more arrivals than it "
                     f"expects in one phase: {site.where(int(chosen[0]))}"
                 )
+                if self.races is None:
+                    raise error
+                self.races.hold(error)
             done = touched[(barriers.pending[touched] == 0) & (barriers.bytes[touched] == 0)]
+            if self.races is not None and len(done):
+                self.races.barrier_phase(self, done * self.size + place[chosen[0]] % self.size)
             barriers.phase[done] += 1
             barriers.pending[done] = barriers.expected[done]
         return phase

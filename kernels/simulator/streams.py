@@ -110,8 +110,8 @@ class Streams:
         self.events += 1
         grid.begun = round_number
         self._know(grids, place)
-        if grid.observer is not None:
-            grid.observer.grid_begin(grid)
+        for observer in grid.observers:
+            observer.grid_begin(grid)
 
     def _know(self, grids: list[Grid], place: int) -> None:
         """Which earlier launches are complete for certain when a grid starts."""
@@ -182,8 +182,8 @@ class Streams:
             grid.groups.append(group)
             grid.placed += count
             self.events += 1
-            if grid.observer is not None:
-                grid.observer.group_begin(group)
+            for observer in grid.observers:
+                observer.group_begin(group)
 
     def left(self, group: Group) -> None:
         """Give back the slots of the CTAs of a group that have exited."""
@@ -216,8 +216,8 @@ class Streams:
             )
         if grid.watch is not None:
             grid.watch.earlier, grid.watch.later = [], []
-        if grid.observer is not None:
-            grid.observer.grid_end(grid)
+        for observer in grid.observers:
+            observer.grid_end(grid)
         grid.trigger_after_wait = grid.waits_first()
         grid.groups = []
 
