@@ -225,7 +225,7 @@ def store_local(frame: Frame, pointer: Value, values: list[Array], line: int, te
 def store(site: Site) -> Step:
     """`st` in all spaces (`st.async` is in ops_async)."""
     if site.take("async"):
-        from k3fuse.kernels.simulator.ops_async import store_async
+        from k3fuse.kernels.simulator.ops_store_async import store_async
 
         return store_async(site)
     kind = site.take_type()

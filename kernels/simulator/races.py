@@ -2,8 +2,8 @@
 
 It finds pairs of conflicting accesses that no chain of release and acquire orders, in whatever
 order this run happened to do them. The parts: clocks.py (who knows what), shadow.py (who touched
-what), flags.py (order through words), arrivals.py (order through barriers), race_report.py. The
-machine holds one `RaceChecker`, or None: then nothing of this is called.
+what), conflicts.py (the checks), flags.py (order through words), arrivals.py (order through
+barriers), race_report.py. The machine holds one `RaceChecker`, or None: then nothing is called.
 
 Asynchronous copies report themselves in one call where they are issued, and one for each part that
 lands, before the mbarrier counts its bytes::
@@ -25,18 +25,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from k3fuse.kernels.simulator.arrivals import Arrivals, Copies
 from k3fuse.kernels.simulator.clocks import IN_FLIGHT, Clocks, Stamp
+from k3fuse.kernels.simulator.conflicts import Agent, Checks, Memory, Who
 from k3fuse.kernels.simulator.errors import SimulationError
 from k3fuse.kernels.simulator.flags import Flags
-from k3fuse.kernels.simulator.memory import Buffer, GlobalMemory, Origin
+from k3fuse.kernels.simulator.memory import GlobalMemory, Origin
 from k3fuse.kernels.simulator.race_report import Race, Reporter
-from k3fuse.kernels.simulator.shadow import CLOCK_MASK, Shadow, epoch_of, info_of
-from k3fuse.kernels.simulator.shared import FIRST_BYTE, SharedMemory
+from k3fuse.kernels.simulator.shared import SharedMemory
 from k3fuse.kernels.simulator.types import Array
 
 if TYPE_CHECKING:
@@ -44,17 +44,7 @@ if TYPE_CHECKING:
     from k3fuse.kernels.simulator.machine import Group
 
 _SPARE = 32  # columns of a CTA for the copies of its mbarriers, at most
-Memory = Buffer | SharedMemory
 Run = tuple[Memory, Array, int]
-
-
-class Who(NamedTuple):
-    """The threads that do an access, one a row: [n, 1] columns, rows and lanes."""
-
-    threads: Array
-    columns: Array
-    rows: Array
-    lanes: Array
 
 
 class RaceChecker:
@@ -65,8 +55,8 @@ class RaceChecker:
         self.flags = Flags(self.clocks)
         self.arrivals = Arrivals(self.clocks, self.flags)
         self.reporter = Reporter(self.clocks, self.flags)
-        self.shadows: dict[int, Shadow] = {}
         self.groups: list[Group] = []
+        self.checks = Checks(self.clocks, self.reporter, self.groups)
         self.held: SimulationError | None = None
         self._ended: dict[tuple[int, int], Stamp] = {}
 
@@ -150,9 +140,9 @@ class RaceChecker:
         """Loads of `size` bytes at byte offsets of a buffer or of the shared memory of a group."""
         if site.threads is None:
             return
-        shadow, who = self.shadow(memory), self._who(site, chosen)
+        shadow, who = self.checks.shadow(memory), self.checks.who(site, chosen, len(offset))
         cells = shadow.cells(offset, size)
-        self._check_read(shadow, cells, who, site)
+        self.checks.read(shadow, cells, who, site)
         if site.order.strength:
             words = (offset >> 2)[:, None] + np.arange(max(size >> 2, 1))
             self.flags.load(shadow, words, who.threads, site.order)
@@ -161,8 +151,8 @@ class RaceChecker:
         """Stores of `size` bytes."""
         if site.threads is None:
             return
-        shadow, who = self.shadow(memory), self._who(site, chosen)
-        self._check_write(shadow, shadow.cells(offset, size), who, site, "write")
+        shadow, who = self.checks.shadow(memory), self.checks.who(site, chosen, len(offset))
+        self.checks.write(shadow, shadow.cells(offset, size), who, site, "write")
         words = (offset >> 2)[:, None] + np.arange(max(size >> 2, 1))
         self.flags.store(shadow, words, who.threads, site.order)
 
@@ -170,8 +160,8 @@ class RaceChecker:
         """Atomics: one write each as for conflicts, with the order of both a load and a store."""
         if site.threads is None:
             return
-        shadow, who = self.shadow(memory), self._who(site, chosen)
-        self._check_write(shadow, shadow.cells(offset, size), who, site, "atomic")
+        shadow, who = self.checks.shadow(memory), self.checks.who(site, chosen, len(offset))
+        self.checks.write(shadow, shadow.cells(offset, size), who, site, "atomic")
         self.flags.update(shadow, (offset >> 2)[:, None], who.threads, site.order)
 
     def spread(
@@ -189,10 +179,10 @@ class RaceChecker:
         """Reads through the async proxy that are complete when the instruction is."""
         if site.threads is None:
             return
-        shadow, who = self.shadow(memory), self._who(site, None)
+        shadow, who = self.checks.shadow(memory), self.checks.who(site, None, len(places))
         cells = shadow.cells(places.reshape(-1), size).reshape(len(who.threads), -1)
-        self._check_read(shadow, cells, who, site)
-        self._check_proxy(shadow, cells, who, site)
+        self.checks.read(shadow, cells, who, site)
+        self.checks.proxy_read(shadow, cells, who, site)
 
     def copy(
         self,
@@ -211,11 +201,11 @@ class RaceChecker:
         self.use_barriers(site, shared, barriers, copy=True)
         for place in np.unique(barriers).tolist():
             entry = self.arrivals.copy(id(shared), place)
-            chosen = np.flatnonzero(barriers == place)
             if entry is None:
                 continue
+            chosen = np.flatnonzero(barriers == place)
             issued.append(entry)
-            who = self._who(site, chosen)
+            who = self.checks.who(site, chosen, len(chosen))
             agent = np.int64(entry[0].agent), np.int64(entry[1])
             for memory, places, size in reads:
                 self._copy_part(memory, places[chosen], size, who, site, agent, "read")
@@ -230,16 +220,16 @@ class RaceChecker:
         size: int,
         who: Who,
         site: Origin,
-        agent: tuple[np.int64, np.int64],
+        agent: Agent,
         verb: str,
     ) -> None:
-        shadow = self.shadow(memory)
+        shadow = self.checks.shadow(memory)
         cells = shadow.cells(places.reshape(-1), size).reshape(len(who.threads), -1)
         if verb == "read":
-            self._check_read(shadow, cells, who, site, agent)
-            self._check_proxy(shadow, cells, who, site)
+            self.checks.read(shadow, cells, who, site, agent)
+            self.checks.proxy_read(shadow, cells, who, site)
         else:
-            self._check_write(shadow, cells, who, site, "write", agent)
+            self.checks.write(shadow, cells, who, site, "write", agent)
 
     def start_copy(
         self, site: Origin, *, writes: Sequence[Run] = (), reads: Sequence[Run] = ()
@@ -248,7 +238,7 @@ class RaceChecker:
 
         What they read they read through the async proxy.
         """
-        who = self._who(site, None)
+        who = self.checks.who(site, None, len(site.ctas))
         agent = np.int64(IN_FLIGHT), np.int64(1)
         for memory, places, size in reads:
             self._copy_part(memory, places, size, who, site, agent, "read")
@@ -259,19 +249,19 @@ class RaceChecker:
         self, site: Origin, *, writes: Sequence[Run] = (), reads: Sequence[Run] = ()
     ) -> None:
         """These copies are complete, as accesses of the threads that waited for them."""
-        who = self._who(site, None)
+        who = self.checks.who(site, None, len(site.ctas))
         for memory, places, size in reads:
-            shadow = self.shadow(memory)
+            shadow = self.checks.shadow(memory)
             cells = shadow.cells(places.reshape(-1), size).reshape(len(who.threads), -1)
             for table in (shadow.oldest, shadow.latest):
                 epochs = table[cells, 0]
                 table[cells, 0] = np.where(epochs >> 32 == IN_FLIGHT, 0, epochs)
-            entry = self._entry(who, site, None, cells)
-            shadow.read(cells, entry, self._free(shadow, cells, who))
+            entry = self.checks.entry(who, site, None, cells)
+            shadow.read(cells, entry, self.checks.free(shadow, cells, who))
         for memory, places, size in writes:
-            shadow = self.shadow(memory)
+            shadow = self.checks.shadow(memory)
             cells = shadow.cells(places.reshape(-1), size).reshape(len(who.threads), -1)
-            shadow.written(cells, self._entry(who, site, None, cells))
+            shadow.written(cells, self.checks.entry(who, site, None, cells))
 
     # Barriers and fences
 
@@ -282,7 +272,7 @@ class RaceChecker:
         if site.threads is None:
             return
         for unready in self.arrivals.unready(id(shared), places, site.threads, copy):
-            self.reporter.barrier(self.shadow(shared), unready, site)
+            self.reporter.barrier(self.checks.shadow(shared), unready, site)
 
     def barrier_arrive(self, site: Origin, shared: SharedMemory, places: Array) -> None:
         """`mbarrier.arrive`, before it is counted."""
@@ -318,138 +308,9 @@ class RaceChecker:
             self.clocks.fence_proxies(threads)
         self.arrivals.fence_inits(threads)
 
-    # The core
-
-    def shadow(self, memory: Memory) -> Shadow:
-        """The shadow of a memory."""
-        known = self.shadows.get(id(memory))
-        if known is None:
-            known = self.shadows[id(memory)] = _shadow(memory, self.groups)
-        return known
-
-    def _who(self, site: Origin, chosen: Any) -> Who:
-        threads: Any = site.threads if chosen is None else site.threads[chosen]  # type: ignore[index]
-        rows = threads >> 5
-        return Who(
-            threads, self.clocks.column[rows][:, None], rows[:, None], (threads & 31)[:, None]
-        )
-
-    def _entry(
-        self, who: Who, site: Origin, agent: tuple[np.int64, np.int64] | None, cells: Array
-    ) -> Array:
-        """[n, cells, 2] entries for the shadow."""
-        entry = np.empty((*cells.shape, 2), np.int64)
-        number, strength = self.reporter.site(site), site.order.strength
-        if agent is None:
-            entry[..., 0] = epoch_of(who.columns, self.clocks.clock[who.rows])
-        else:
-            entry[..., 0] = (agent[0] << 32) | agent[1]
-        entry[..., 1] = info_of(number, strength, who.lanes)
-        return entry
-
-    def _check_read(
-        self,
-        shadow: Shadow,
-        cells: Array,
-        who: Who,
-        site: Origin,
-        agent: tuple[np.int64, np.int64] | None = None,
-    ) -> None:
-        if shadow.any_write:
-            self._conflicts(shadow, "writes", cells, who, site, ("write", "read"))
-        free = self._free(shadow, cells, who)
-        shadow.read(cells, self._entry(who, site, agent, cells), free)
-
-    def _free(self, shadow: Shadow, cells: Array, who: Who) -> Array:
-        """Where the oldest read is none, one's own, or known to the reader."""
-        old = shadow.oldest[cells, 0]
-        if not old.any():
-            return np.ones(cells.shape, np.bool_)
-        column = old >> 32
-        free: Array = (column == who.columns) & (old != 0)
-        free |= self.clocks.known[who.rows, 0, column] >= (old & CLOCK_MASK)
-        return free
-
-    def _check_write(
-        self,
-        shadow: Shadow,
-        cells: Array,
-        who: Who,
-        site: Origin,
-        verb: str,
-        agent: tuple[np.int64, np.int64] | None = None,
-    ) -> None:
-        if shadow.any_write:
-            self._conflicts(shadow, "writes", cells, who, site, ("write", verb))
-        if shadow.any_read:
-            self._conflicts(shadow, "oldest", cells, who, site, ("read", verb))
-            self._conflicts(shadow, "latest", cells, who, site, ("read", verb))
-        entry = self._entry(who, site, agent, cells)
-        lost = shadow.written(cells, entry)
-        if lost.any() and agent is None and verb == "write":
-            self._conflicts(shadow, "writes", cells, who, site, ("write", verb))
-
-    def _conflicts(
-        self,
-        shadow: Shadow,
-        table: str,
-        cells: Array,
-        who: Who,
-        site: Origin,
-        verbs: tuple[str, str],
-    ) -> None:
-        """Report the entries of a table that these threads neither know nor may race with."""
-        entries = getattr(shadow, table)[cells]
-        epoch = entries[..., 0]
-        if not epoch.any():
-            return
-        column, clock = epoch >> 32, epoch & CLOCK_MASK
-        bad = self.clocks.known[who.rows, 0, column] < clock
-        if not bad.any():
-            return
-        synced = self.clocks.synced[who.rows]
-        same = (clock < synced) | (entries[..., 1] & 31 == who.lanes)
-        bad &= ~((column == who.columns) & same)
-        strength = site.order.strength
-        if strength and bad.any():
-            other = entries[..., 1] >> 5 & 7
-            scope = np.minimum(other, strength)
-            mine = np.broadcast_to(who.columns, column.shape)
-            bad &= ~((other > 0) & self.clocks.includes(mine, column, scope))
-        if bad.any():
-            self.reporter.conflicts(shadow, cells, entries, bad, who.threads, site, verbs)
-
-    def _check_proxy(self, shadow: Shadow, cells: Array, who: Who, site: Origin) -> None:
-        """The async proxy reads what warps wrote: there must be a proxy fence on the way."""
-        if not shadow.any_write:
-            return
-        entries = shadow.writes[cells]
-        column, clock = entries[..., 0] >> 32, entries[..., 0] & CLOCK_MASK
-        bad = (self.clocks.places[3][column] >= 0) & (entries[..., 0] != 0)
-        bad &= self.clocks.known[who.rows, 1, column] < clock
-        if bad.any():
-            self.reporter.conflicts(
-                shadow, cells, entries, bad, who.threads, site, ("write", "read"), proxy=True
-            )
-
 
 def _copies(grid: Grid) -> int:
     """About how many mbarriers with asynchronous copies a CTA of a grid has: its inits."""
     bodies = [code.block.body for code in grid.program.codes]
     inits = sum(item.opcode.startswith("mbarrier.init") for body in bodies for item in body)
     return min(inits, _SPARE)
-
-
-def _shadow(memory: Memory, groups: list[Group]) -> Shadow:
-    if isinstance(memory, Buffer):
-        buffer = memory
-        return Shadow(len(memory.data), "global", lambda at: f"byte {at} of {buffer.describe()}")
-    shared = memory
-    group = next(item for item in groups if item.shared is shared)
-
-    def describe(at: int) -> str:
-        cta = int(group.cta_numbers[at // shared.size])
-        offset = at % shared.size - FIRST_BYTE
-        return f"byte {offset} of the shared memory of CTA {cta} of rank {group.rank}"
-
-    return Shadow(len(shared.data), "shared", describe)

@@ -121,10 +121,12 @@ class SharedMemory:
             values.append(view.take(index))
         return values
 
-    def write(self, place: Array, width: int, values: list[Array], site: Origin) -> None:
-        """Write elements at byte offsets into `data`."""
+    def write(
+        self, place: Array, width: int, values: list[Array], site: Origin | None = None
+    ) -> None:
+        """Write elements at byte offsets into `data`; without a site the checker knows already."""
         self.version += 1
-        if self.races is not None:
+        if self.races is not None and site is not None:
             self.races.write(self, place, width // 8 * len(values), site, None)
         self.written_bytes += width // 8 * len(values) * len(place)
         first = place >> (width.bit_length() - 4)

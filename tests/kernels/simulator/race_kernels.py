@@ -284,6 +284,46 @@ class BulkOut:
         box[tid] = Int32(7)
 
 
+class Produce:
+    """x[i] += 1, after letting its dependents start."""
+
+    @cute.jit
+    def __call__(self, x: cute.Tensor, stream: CUstream):
+        self.kernel(x).launch(grid=[2, 1, 1], block=[32, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(self, x: cute.Tensor):
+        tid, _, _ = cute.arch.thread_idx()
+        bid, _, _ = cute.arch.block_idx()
+        cute.arch.griddepcontrol_launch_dependents()
+        place = bid * 32 + tid
+        x[place] = x[place] + 1
+
+
+class Consume:
+    """out[i] = x[i + 1], read before or after the wait for the launch before."""
+
+    def __init__(self, early: bool = False) -> None:
+        self.early = early
+
+    @cute.jit
+    def __call__(self, x: cute.Tensor, out: cute.Tensor, stream: CUstream):
+        self.kernel(x, out).launch(grid=[2, 1, 1], block=[32, 1, 1], stream=stream, use_pdl=True)
+
+    @cute.kernel
+    def kernel(self, x: cute.Tensor, out: cute.Tensor):
+        tid, _, _ = cute.arch.thread_idx()
+        bid, _, _ = cute.arch.block_idx()
+        place = bid * 32 + tid
+        if cutlass.const_expr(self.early):
+            value = x[place]
+            cute.arch.griddepcontrol_wait()
+        else:
+            cute.arch.griddepcontrol_wait()
+            value = x[place]
+        out[place] = value
+
+
 class ElementCopy:
     """cp.async into shared memory and out again, by the same thread."""
 

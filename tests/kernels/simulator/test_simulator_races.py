@@ -15,11 +15,13 @@ import torch
 
 from k3fuse.kernels.simulator import (
     Fresh,
+    Launch,
     Owned,
     Race,
     SimReport,
     SimulationError,
     simulate,
+    simulate_sequence,
 )
 
 cutlass: Any = pytest.importorskip("cutlass")
@@ -33,7 +35,7 @@ Result = tuple[tuple[Race, ...], str]
 
 
 @dataclass
-class Launch:
+class Case:
     """How a kernel of the table is compiled and run; `values` gives fresh parameters."""
 
     tensors: tuple[Any, ...]
@@ -61,26 +63,26 @@ def bulk_values() -> list[list[Any]]:
 
 I32, F32, BF16 = cutlass.Int32, cutlass.Float32, cutlass.BFloat16
 LAUNCHES = {
-    racy.Message: Launch((dsl.fake(I32, 32),) * 3 + (I32(0),), two_ranks(3), {"ranks": 2}),
-    racy.Sentinel: Launch((dsl.fake(I32, 32),) * 2 + (I32(0),), two_ranks(2), {"ranks": 2}),
-    racy.Neighbours: Launch((dsl.fake(I32, 64),), ints(64), {"block": 64}),
-    racy.LeaderWaits: Launch((dsl.fake(I32, 32),), ints(32), {"block": 64}),
-    racy.PeerSignal: Launch((dsl.fake(I32, 32),), ints(32), {"grid": 2, "cluster": 2}),
-    racy.BulkOnce: Launch(
+    racy.Message: Case((dsl.fake(I32, 32),) * 3 + (I32(0),), two_ranks(3), {"ranks": 2}),
+    racy.Sentinel: Case((dsl.fake(I32, 32),) * 2 + (I32(0),), two_ranks(2), {"ranks": 2}),
+    racy.Neighbours: Case((dsl.fake(I32, 64),), ints(64), {"block": 64}),
+    racy.LeaderWaits: Case((dsl.fake(I32, 32),), ints(32), {"block": 64}),
+    racy.PeerSignal: Case((dsl.fake(I32, 32),), ints(32), {"grid": 2, "cluster": 2}),
+    racy.BulkOnce: Case(
         (dsl.fake(F32, 128),) * 2, lambda: [[torch.ones(128), torch.zeros(128)]], {"block": 64}
     ),
-    racy.BulkOut: Launch((dsl.fake(I32, 64),), ints(64), {"block": 64}),
-    racy.ElementCopy: Launch(
+    racy.BulkOut: Case((dsl.fake(I32, 64),), ints(64), {"block": 64}),
+    racy.ElementCopy: Case(
         (dsl.fake(I32, 64),) * 2,
         lambda: [[torch.arange(64, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)]],
         {"block": 64},
     ),
-    dsl.ClusterSum: Launch(
+    dsl.ClusterSum: Case(
         (dsl.fake(F32, 256),) * 2,
         lambda: [[torch.ones(256), torch.zeros(256)]],
         {"grid": 8, "cluster": 4},
     ),
-    dsl.BulkDot: Launch(
+    dsl.BulkDot: Case(
         (dsl.fake(BF16, 4096), dsl.fake(BF16, 2, 4096), dsl.fake(F32, 2)),
         bulk_values,
         {"grid": 2, "block": 160},
@@ -89,7 +91,7 @@ LAUNCHES = {
 
 
 @cache
-def text_of(make: Callable[[], Any]) -> tuple[str, Launch]:
+def text_of(make: Callable[[], Any]) -> tuple[str, Case]:
     kernel = make()
     launch = LAUNCHES[type(kernel)]
     return dsl.ptx_of(kernel, *launch.tensors), launch
@@ -202,6 +204,42 @@ def test_a_planted_race_is_found_by_name_and_its_control_is_clean(fault: Fault) 
     print(f"\n{fault.name:44s} found {found:2d} of 20, controls clean {clean:2d} of 20")
     assert found == 20, [str(race) for race in outcome(fault.wrong, 0)[0]]
     assert clean == 20, [(str(races[0]) if races else "", error) for races, error in controls]
+
+
+def dependent(early: bool, pdl: bool, seed: int) -> tuple[tuple[Race, ...], list[int], str]:
+    """A producer that triggers early and its consumer: races, what arrives, the error."""
+    x, y = torch.zeros(64, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
+    one = dsl.fake(I32, 64)
+    texts = [launch_text(racy.Produce, one), launch_text(racy.Consume, one, one, early=early)]
+    shapes = {"grid": (2, 1, 1), "block": (32, 1, 1)}
+    launches = [
+        Launch(texts[0], params=[[x]], names=["x"], label="produce", **shapes),
+        Launch(texts[1], params=[[x, y]], names=["x", "y"], label="consume", pdl=pdl, **shapes),
+    ]
+    try:
+        report = simulate_sequence(launches, seed=seed, races=True)
+    except SimulationError as error:
+        return error.races, y.tolist(), str(error)
+    return report.races, y.tolist(), ""
+
+
+@cache
+def launch_text(kernel: Any, *shapes: Any, **options: Any) -> str:
+    return dsl.ptx_of(kernel(**options), *shapes)
+
+
+def test_an_early_trigger_and_a_read_before_the_wait_are_a_race() -> None:
+    for seed in SEEDS:
+        (race,), _, error = dependent(True, True, seed)
+        assert race.kind in ("read/write", "write/read")
+        assert {race.first.launch, race.second.launch} == {
+            "launch 0 'produce'", "launch 1 'consume'",
+        }  # fmt: skip
+        assert "griddepcontrol.wait in the later launch" in race.missing
+        assert "buffer 'x' of rank 0" in race.place
+        assert "may run before launch 0 'produce' is complete" in error
+        for early, pdl in ((False, True), (True, False)):
+            assert dependent(early, pdl, seed) == ((), [1] * 64, "")
 
 
 def tensors(values: list[list[Any]]) -> list[torch.Tensor]:
