@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,7 +48,7 @@ def check(
         "schema": SCHEMA, "op": op, "target": target, "m": m, "seeds": seeds, "passed": False,
         "reason": "", "kernels": [],
     }  # fmt: skip
-    with _one_line(), _current_folder():
+    with _one_line():
         found = Target.parse(target)
         if not found.sm:
             raise Failure(f"--target {target!r} names no architecture; use for example gb300:tp8")
@@ -72,17 +71,6 @@ def check(
     parts = [x for result in results for x in _parts(result, f"{op} for {target}, M = {m}")]
     console.emit(document if as_json else parts, output)
     raise SystemExit(OK if passed else MISSING)
-
-
-@contextmanager
-def _current_folder() -> Iterator[None]:
-    """Cases of one's own may stand in the current folder, as with `python -m`."""
-    here = str(Path.cwd())
-    sys.path.insert(0, here)
-    try:
-        yield
-    finally:
-        sys.path.remove(here)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,8 +51,13 @@ def _what(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @click.group()
-def kernels() -> None:
+@click.pass_context
+def kernels(context: click.Context) -> None:
     """Build, inspect, check and pack kernels; none of it needs a GPU."""
+    # A builder or case of one's own may stand in the current folder, as with `python -m`.
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    context.call_on_close(lambda: sys.path.remove(here))
 
 
 kernels.add_command(check)

@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source tests/venv.sh
 
-ready "[test,kernels]"
+ready "[test,kernels,sentryward]"
 step "ruff"
 "$bin/ruff" check .
 "$bin/ruff" format --check .
