@@ -111,7 +111,7 @@ class Case:
     protocol: the same for the random schedules, where fewer CTAs may show as much; None: `step`.
     small: the same scaled down for the race checker, which keeps a clock for every warp; None:
     `step`, where it is small already.
-    waits: CTAs of a grid wait for each other, so the whole grid must fit the chip at once.
+    waits: CTAs wait for each other, so all grids of a step must fit the chip at once.
     max_registers: more a thread fail the check.
     garbage: wrong results that must be refused.
     """

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from k3fuse.kernels.build.compile import Built
-from k3fuse.kernels.simulator import SimReport, simulate
+from k3fuse.kernels.simulator import Launch, SequenceReport, simulate_sequence
 
 
 @dataclass(frozen=True)
@@ -20,33 +20,38 @@ class Call:
 
 
 # A simulator without a race checker still runs everything else; reports then say "not checked".
-HAS_RACES = "races" in inspect.signature(simulate).parameters
+HAS_RACES = "races" in inspect.signature(simulate_sequence).parameters
 
-# Races of one launch: what the checker says of each, or None where it did not run.
+# What the race checker found, or None where it did not run.
 Races = tuple[str, ...] | None
+
+
+def buffer_names(call: Call, place: int, launches: int) -> tuple[str, ...]:
+    """What the simulator calls the parameters: their names, and the launch where there are more."""
+    tail = f" of launch {place}" if launches > 1 else ""
+    return tuple(p.name + tail for p in call.built.plan.parameters)
 
 
 def execute(
     calls: Sequence[Call], *, seed: int | None, races: bool
-) -> list[tuple[SimReport, Races]]:
-    """Run launches one after the other; the report and the races of each."""
-    found = []
-    for call in calls:
-        plan = call.built.plan
-        options: dict[str, Any] = {"races": True} if races and HAS_RACES else {}
-        report = simulate(
+) -> tuple[SequenceReport, Races]:
+    """Run the launches of all ranks; those with PDL start at their predecessor's trigger."""
+    launches = [
+        Launch(
             call.built.ptx,
+            call.built.plan.grid,
+            call.built.plan.block,
+            call.params,
             call.built.entry,
-            grid=plan.grid,
-            block=plan.block,
-            cluster=plan.cluster,
-            dynamic_smem=plan.dynamic_smem,
-            params=call.params,
-            ranks=len(call.params),
-            seed=seed,
-            names=[p.name for p in plan.parameters],
-            **options,
+            call.built.plan.cluster,
+            call.built.plan.dynamic_smem,
+            buffer_names(call, place, len(calls)),
+            call.built.plan.pdl,
+            call.built.resources.registers,
+            call.built.variant.label,
         )
-        seen = tuple(str(r) for r in getattr(report, "races", ())) if options else None
-        found.append((report, seen))
-    return found
+        for place, call in enumerate(calls)
+    ]
+    options: dict[str, Any] = {"races": True} if races and HAS_RACES else {}
+    report = simulate_sequence(launches, ranks=len(calls[0].params), seed=seed, **options)
+    return report, tuple(map(str, getattr(report, "races", ()))) if options else None

@@ -22,29 +22,41 @@ def owned_tensor(value: object) -> torch.Tensor | None:
     return found if isinstance(found, torch.Tensor) else None
 
 
-def by_owner(
-    traffic: Traffic, names: Sequence[str], params: Sequence[Sequence[object]]
-) -> dict[tuple[int, str, int, str], Bytes]:
-    """Return the traffic of one launch with every buffer named as its owner passes it.
+class Naming:
+    """Follows which buffers the launches of a step pass, and under which names."""
 
-    names: of the parameters, in kernel order. params: the values of each rank, in kernel order.
-    """
-    first: dict[_Key, tuple[str, int]] = {}
-    proper: dict[_Key, str] = {}
-    for rank, values in enumerate(params):
-        for name, value in zip(names, values, strict=True):
-            for tensor, owner in _buffers(value, rank):
-                key = tensor.data_ptr(), tensor.nbytes
-                first.setdefault(key, (name, owner))
-                if owned_tensor(value) is not None and first[key][1] == rank:
-                    proper.setdefault(key, name)
-    renamed = {place: proper.get(key, place[0]) for key, place in first.items()}
-    found: dict[tuple[int, str, int, str], Bytes] = {}
-    for (rank, name, owner, way), part in traffic.items():
-        total = found.setdefault((rank, renamed.get((name, owner), name), owner, way), Bytes())
-        total.requested += part.requested
-        total.distinct += part.distinct
-    return found
+    def __init__(self) -> None:
+        self._first: dict[_Key, tuple[str, int]] = {}
+
+    def by_owner(
+        self,
+        traffic: Traffic,
+        names: Sequence[str],
+        said: Sequence[str],
+        params: Sequence[Sequence[object]],
+    ) -> dict[tuple[int, str, int, str], Bytes]:
+        """Return the traffic of the next launch with every buffer named as its owner passes it.
+
+        names: of the parameters, in kernel order. said: what the simulator was told they are
+        called. params: the values of each rank, in kernel order.
+        """
+        proper: dict[_Key, str] = {}
+        loose: dict[_Key, str] = {}
+        for rank, values in enumerate(params):
+            for name, called, value in zip(names, said, values, strict=True):
+                for tensor, owner in _buffers(value, rank):
+                    key = tensor.data_ptr(), tensor.nbytes
+                    self._first.setdefault(key, (called, owner))
+                    loose.setdefault(key, name)
+                    if owned_tensor(value) is not None and self._first[key][1] == rank:
+                        proper.setdefault(key, name)
+        renamed = {self._first[key]: proper.get(key, name) for key, name in loose.items()}
+        found: dict[tuple[int, str, int, str], Bytes] = {}
+        for (rank, name, owner, way), part in traffic.items():
+            total = found.setdefault((rank, renamed.get((name, owner), name), owner, way), Bytes())
+            total.requested += part.requested
+            total.distinct += part.distinct
+        return found
 
 
 def _buffers(value: object, rank: int) -> Iterator[tuple[torch.Tensor, int]]:

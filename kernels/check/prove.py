@@ -10,6 +10,7 @@ from typing import Any
 from k3fuse.kernels.build.cache import Cache
 from k3fuse.kernels.build.compile import Built
 from k3fuse.kernels.build.errors import BuildError, MissingDslError, VariantError
+from k3fuse.kernels.build.residency import Member, co_residency
 from k3fuse.kernels.build.resources import Occupancy, occupancy
 from k3fuse.kernels.build.variant import Variant
 from k3fuse.kernels.check.case import Case, CheckTarget, Step
@@ -192,12 +193,14 @@ class _Proof:
                     f"{built.variant.label} takes {registers} registers a thread; at most "
                     f"{self.case.max_registers} are allowed"
                 )
-            if self.case.waits and not fits.co_resident:
-                raise _Failed(
-                    f"{built.variant.label}: CTAs wait for each other, and {self.target.sms} SMs "
-                    f"hold {fits.resident} of {built.plan.ctas} at once"
-                )
             said.append(_fitting(registers, fits))
+        if self.case.waits:
+            # All kernels of the step: with PDL they may be resident together.
+            members = [Member.built(b.plan, b.resources, b.variant.label) for b in self.built]
+            together = co_residency(members, self.target.sms)
+            if not together.fits:
+                raise _Failed(together.explain())
+            said.append(together.explain())
         return "; ".join(said)
 
     def _numerics(self, step: Step) -> str:

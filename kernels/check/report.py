@@ -12,6 +12,7 @@ from rich.table import Table
 
 from k3fuse.kernels.build.compile import Built
 from k3fuse.kernels.check.naming import Traffic
+from k3fuse.kernels.simulator import SequenceReport as SimulatedSequence
 from k3fuse.kernels.simulator import SimReport
 
 MAX_PEER_ROWS = 8  # pairs of ranks that a table shows one by one; more are summed up
@@ -39,7 +40,7 @@ class RunReport:
     their owners pass them.
     needed: bytes each parameter has to move at least, where the caller stated it.
     outputs: for each rank the tensors that were written to, by parameter name (those passed in).
-    races: what the race checker found, None where it did not run.
+    races: what the race checker found, None where it did not run or other launches ran, too.
     """
 
     built: Built = field(repr=False)
@@ -107,11 +108,12 @@ class RunReport:
     def _head(self) -> str:
         sim, resources = self.sim, self.built.resources
         schedule = "fair schedule" if sim.seed is None else f"random schedule {sim.seed}"
-        races = "not checked" if self.races is None else str(len(self.races))
+        counted = f"{sim.warp_instructions:,} warp instructions"
+        if sim.seconds:  # of a launch on its own
+            counted += f", {sim.rounds} rounds, {sim.seconds:.2f} s, races {_races(self.races)}"
         return (
             f"{self.built.variant.label}: {sim.ranks} rank{'s' * (sim.ranks > 1)}, {schedule}\n"
-            f"  {sim.warp_instructions:,} warp instructions, {sim.rounds} rounds, "
-            f"{sim.seconds:.2f} s, races {races}\n"
+            f"  {counted}\n"
             f"  {resources.registers} registers, {resources.spill_bytes} bytes spilled, "
             f"{self.built.smem_bytes} bytes shared a CTA"
         )
@@ -163,34 +165,50 @@ class RunReport:
 
 @dataclass(frozen=True)
 class SequenceReport:
-    """The launches of one step, in stream order."""
+    """The launches of one step, in stream order.
+
+    sim: totals and the timeline. races: of the whole step, None where the checker did not run.
+    """
 
     reports: tuple[RunReport, ...]
-
-    @property
-    def races(self) -> tuple[str, ...] | None:
-        """All races; None where one launch was not checked."""
-        parts = [r.races for r in self.reports]
-        return None if None in parts else tuple(x for p in parts for x in p or ())
+    sim: SimulatedSequence = field(repr=False)
+    races: tuple[str, ...] | None
 
     def to_json(self) -> dict[str, Any]:
         """Plain data: the launches and their sums."""
         needs = [r.bytes_needed for r in self.reports]
         return {
             "launches": [r.to_json() for r in self.reports],
-            "warp_instructions": sum(r.sim.warp_instructions for r in self.reports),
+            "warp_instructions": self.sim.warp_instructions,
             "bytes_requested": sum(r.bytes_requested for r in self.reports),
             "bytes_needed": None if None in needs else sum(n or 0 for n in needs),
-            "seconds": round(sum(r.sim.seconds for r in self.reports), 3),
+            "timeline": [
+                {"rank": rank, "launch": launch, "begun": begun, "ended": ended}
+                for (rank, launch), (begun, ended) in sorted(self.sim.timeline.items())
+            ],
+            "races": None if self.races is None else list(self.races),
+            "rounds": self.sim.rounds,
+            "seconds": round(self.sim.seconds, 3),
         }
 
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> Iterator[RenderableType]:
         yield from self.reports
+        if len(self.reports) > 1:
+            yield (
+                f"step: {self.sim.warp_instructions:,} warp instructions, "
+                f"{self.sim.rounds} rounds, {self.sim.seconds:.2f} s, races {_races(self.races)}"
+            )
+            for line in self.races or ():
+                yield f"  race: {line}"
 
     def __str__(self) -> str:
         return plain(self)
+
+
+def _races(found: tuple[str, ...] | None) -> str:
+    return "not checked" if found is None else str(len(found))
 
 
 def plain(part: RenderableType) -> str:

@@ -16,10 +16,10 @@ from k3fuse.kernels.build.cache import Cache
 from k3fuse.kernels.build.compile import Built
 from k3fuse.kernels.build.errors import BuildError
 from k3fuse.kernels.build.variant import Plan, Variant
-from k3fuse.kernels.check.engine import Call, Races, execute
-from k3fuse.kernels.check.naming import Traffic, by_owner, owned_tensor
+from k3fuse.kernels.check.engine import Call, buffer_names, execute
+from k3fuse.kernels.check.naming import Naming, Traffic, owned_tensor
 from k3fuse.kernels.check.report import RunReport, SequenceReport
-from k3fuse.kernels.simulator import Fresh, Multicast, Owned, SimReport
+from k3fuse.kernels.simulator import Fresh, Multicast, Owned
 
 # What a parameter may be, as `simulate` takes it.
 Value = torch.Tensor | Fresh | Owned | Multicast | int
@@ -75,7 +75,9 @@ def run_sequence(
 ) -> SequenceReport:
     """Run the kernels of one step in stream order, all on the same ranks.
 
-    A tensor that several launches name is one buffer. Arguments and errors as for `run`.
+    A tensor that several launches name is one buffer. A kernel that was built with PDL starts at
+    its predecessor's trigger; what it reads before its wait is checked. Arguments and errors as
+    for `run`.
     """
     if not launches:
         raise ParameterError("launches is empty; give at least one")
@@ -98,16 +100,19 @@ def run_sequence(
             )
         _known("needed", launch.needed, built.plan, built.variant.label)
         calls.append(Call(built, [_ordered(built, i, r) for i, r in enumerate(launch.ranks)]))
-    found = execute(calls, seed=seed, races=races)
-    return SequenceReport(tuple(map(_report, launches, calls, found)))
-
-
-def _report(launch: Launch, call: Call, outcome: tuple[SimReport, Races]) -> RunReport:
-    sim, races = outcome
-    names = [p.name for p in call.built.plan.parameters]
-    traffic = by_owner(sim.traffic, names, call.params)
-    outputs = _outputs(launch.ranks, traffic)
-    return RunReport(call.built, sim, traffic, dict(launch.needed), outputs, races)
+    sim, found = execute(calls, seed=seed, races=races)
+    naming, reports = Naming(), []
+    for place, (launch, call) in enumerate(zip(launches, calls, strict=True)):
+        part = sim.launches[place]
+        if len(calls) == 1:
+            part.seconds = sim.seconds
+        names = [p.name for p in call.built.plan.parameters]
+        said = buffer_names(call, place, len(calls))
+        traffic = naming.by_owner(part.traffic, names, said, call.params)
+        outputs = _outputs(launch.ranks, traffic)
+        alone = found if len(calls) == 1 else None
+        reports.append(RunReport(call.built, part, traffic, dict(launch.needed), outputs, alone))
+    return SequenceReport(tuple(reports), sim, found)
 
 
 def _ordered(built: Built, rank: int, values: Rank) -> list[Value]:

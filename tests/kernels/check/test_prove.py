@@ -104,7 +104,7 @@ def test_resources_are_a_gate() -> None:
     # 152 SMs hold 32 CTAs of one warp each.
     grid = double(ctas=152 * 32 + 1)
     case = double_case(grid, waits=True)
-    assert "152 SMs hold 4864 of 4865 at once" in failed(case, "resources")
+    assert "152 SMs hold only 4864 of 4865 CTAs" in failed(case, "resources")
     assert check_case(replace(case, waits=False), GB300, seeds=1).passed
 
 

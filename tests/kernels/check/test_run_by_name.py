@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from hand_kernels import built, double, exchange, exchange_step
+from hand_kernels import DOUBLE, built, double, exchange, exchange_step
 from k3fuse.kernels.build.errors import BuildError
 from k3fuse.kernels.build.variant import Parameter
 from k3fuse.kernels.check import Launch, ParameterError, RunReport, run, run_sequence
-from k3fuse.kernels.simulator import Fresh, MemoryAccessError, Multicast
+from k3fuse.kernels.simulator import Fresh, MemoryAccessError, Multicast, OverlapError
 
 
 def xy(count: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,10 +89,36 @@ def test_a_sequence_runs_in_stream_order() -> None:
     document = report.to_json()
     assert [r["bytes_requested"] for r in document["launches"]] == [256, 256]
     assert (document["bytes_requested"], document["bytes_needed"]) == (512, None)
+    # What the first one calls y is x of the second, which has a y of its own.
+    uses = [[(b.name, b.access, b.requested) for b in r.buffers()] for r in report.reports]
+    assert uses == [[("x", "read", 128), ("y", "write", 128)]] * 2
+    assert [list(r.outputs[0]) for r in report.reports] == [["y"]] * 2
+    assert report.reports[1].outputs[0]["y"] is z
+    first_end, second_begin = document["timeline"][0]["ended"], document["timeline"][1]["begun"]
+    assert first_end <= second_begin
     assert str(report).count("by_hand/double") == 2
     # The control: the other way round, the second kernel reads what nobody wrote.
     with pytest.raises(MemoryAccessError, match="before anyone wrote it"):
         run_sequence([Launch(double(), [{"x": Fresh(torch.empty(32)), "y": z}])])
+
+
+def pdl_pair(wait: str) -> None:
+    """A kernel that triggers before it stores, and a successor that was built with PDL."""
+    trigger = "\n  griddepcontrol.launch_dependents;" + DOUBLE
+    first = built("producer", trigger, "x y")
+    second = built("consumer", wait + DOUBLE, "x y", pdl=True)
+    for seed in (None, 1, 2, 3):
+        x, y = xy()
+        z = torch.empty(32)
+        pair = [Launch(first, [{"x": x, "y": y}]), Launch(second, [{"x": y, "y": Fresh(z)}])]
+        run_sequence(pair, seed=seed)
+        assert torch.equal(z, 4 * x)
+
+
+def test_a_pdl_successor_that_does_not_wait_is_found() -> None:
+    pdl_pair("\n  griddepcontrol.wait;")
+    with pytest.raises(OverlapError, match=r"griddepcontrol\.wait"):
+        pdl_pair("")
 
 
 def refused(values: dict[str, Any], kernel: Any = None) -> str:
