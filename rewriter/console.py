@@ -55,6 +55,8 @@ def emit(content: Any, output: Path | None) -> None:
             for part in content:
                 console.print(part, highlight=False)
         text = capture.get()
+        if plain:  # tables pad their cells
+            text = "".join(line.rstrip() + "\n" for line in text.splitlines())
     if output is None:
         sys.stdout.write(text)
     else:

@@ -62,8 +62,9 @@ class RunReport:
 
     @property
     def bytes_needed(self) -> int | None:
-        """Sum of `needed`; None where nothing was stated."""
-        return sum(self.needed.values()) if self.needed else None
+        """Sum of `needed`; None unless it is stated for all memory that was touched."""
+        touched = {name for _, name, _, _ in self.traffic}
+        return sum(self.needed.values()) if touched <= set(self.needed) else None
 
     def buffers(self) -> list[BufferUse]:
         """Traffic by parameter, place and direction, in order of first use."""

@@ -21,6 +21,9 @@ from tolerances import assert_close
 
 HERE = Path(__file__).parent
 GEMV = builder("workbench_gemv").variant("sm_103a", {"m": 2, "n": 8, "k": 64}, {"pdl": 1})
+SHOWN = builder("workbench_gemv").variant("sm_103a", {"m": 1, "n": 64, "k": 64}, {})
+PAGE = Path(__file__).parents[3] / "docs" / "workbench.md"
+Launches = tuple[Captured, Captured, Captured]
 LARGE_SMEM, NON_PORTABLE_CLUSTER = 8, 14  # cudaFuncAttribute
 
 
@@ -29,21 +32,21 @@ def cluster() -> Variant:
 
 
 @pytest.fixture(scope="module")
-def launches() -> tuple[Captured, Captured]:
-    """Of the GEMV and of the cluster kernel."""
+def launches() -> Launches:
+    """Of the GEMV, of the cluster kernel, and of the example in the docs."""
     if why := capture_module.missing():
         pytest.skip(why)
     with pytest.MonkeyPatch.context() as patch:
         # The child finds the builder of the tests as this process does.
         patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), *filter(None, sys.path)]))
-        gemv, summed = capture([GEMV, cluster()])
-    return gemv, summed
+        gemv, summed, shown = capture([GEMV, cluster(), SHOWN])
+    return gemv, summed, shown
 
 
 def test_the_host_code_launches_what_the_plans_state(
-    launches: tuple[Captured, Captured],
+    launches: Launches,
 ) -> None:
-    gemv, summed = launches
+    gemv, summed, _ = launches
     assert gemv.differences(builder(GEMV.op).plan(GEMV)) == []
     assert summed.differences(builder(cluster().op).plan(cluster())) == []
     assert (gemv.grid, gemv.block, gemv.pdl, gemv.dynamic_smem) == (
@@ -57,11 +60,22 @@ def test_the_host_code_launches_what_the_plans_state(
     assert summed.arguments == ("x", "y", "factor")
     assert [len(content) for _, content in summed.parameters] == [8, 8, 4]
     # The host code opts in to all the shared memory that a CTA may have, and to large clusters.
-    assert {a for a, _ in gemv.settings} == {LARGE_SMEM, NON_PORTABLE_CLUSTER}
+    assert {a for a, _ in gemv.settings} == {SHOWN = builder("workbench_gemv").variant("sm_103a", {"m": 1, "n": 64, "k": 64}, {})
+PAGE = Path(__file__).parents[3] / "docs" / "workbench.md"
+Launches = tuple[Captured, Captured, Captured]
+LARGE_SMEM, NON_PORTABLE_CLUSTER}
 
 
-def test_a_plan_that_differs_is_told(launches: tuple[Captured, Captured]) -> None:
-    gemv, _ = launches
+def test_the_example_on_the_page_is_real(launches: Launches) -> None:
+    found = launches[2]
+    differences = found.differences(builder(SHOWN.op).plan(SHOWN))
+    text = PAGE.read_text()
+    assert 'variant("sm_103a", {"m": 1, "n": 64, "k": 64}, {})' in text
+    assert f"# {found.grid} {found.arguments} {differences}" in text
+
+
+def test_a_plan_that_differs_is_told(launches: Launches) -> None:
+    gemv, _, _ = launches
     plan = builder(GEMV.op).plan(GEMV)
     for what, wrong in {
         "grid": replace(plan, grid=(3, 1, 1)),
@@ -76,10 +90,10 @@ def test_a_plan_that_differs_is_told(launches: tuple[Captured, Captured]) -> Non
 
 
 def test_the_captured_launch_runs_in_the_simulator(
-    launches: tuple[Captured, Captured], tmp_path: Path
+    launches: Launches, tmp_path: Path
 ) -> None:
     cache = Cache(tmp_path)
-    gemv, summed = launches
+    gemv, summed, _ = launches
     x, w, y = torch.randn(2, 64).bfloat16(), torch.randn(8, 64).bfloat16(), torch.empty(2, 8)
     y = y.bfloat16()
     built = cache.get(GEMV)

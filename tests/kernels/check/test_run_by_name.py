@@ -45,6 +45,7 @@ def test_bytes_are_counted_beside_what_is_needed() -> None:
     # ld.param x 2, mov x 2, mad, mul, add x 2, ld, add, st, ret.
     assert report.sim.warp_instructions == 12
     assert doubled().bytes_needed is None
+    assert doubled(needed={"y": 128}).bytes_needed is None
 
 
 def test_the_report_prints_and_is_json() -> None:
