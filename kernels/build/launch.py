@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from k3fuse.kernels.build.compile import Built
+from k3fuse.kernels.build.elf import read_cubin
 from k3fuse.kernels.build.errors import LaunchError
 from k3fuse.kernels.build.variant import Dim3, Parameter, offsets
 
@@ -112,6 +113,7 @@ class Launcher:
                 f"{self.label} was built for {built.variant.arch}, this device is {device}; "
                 f"build it with --arch {device}a"
             )
+        _check_cubin(built)
         self._function = self._driver.load(built.cubin, built.entry)
         if built.smem_bytes > FREE_SMEM:
             self._driver.allow_dynamic_smem(self._function, plan.dynamic_smem)
@@ -132,6 +134,18 @@ class Launcher:
             self._function,
             self._stream() if stream is None else stream,
             self._parameters.address,
+        )
+
+
+def _check_cubin(built: Built) -> None:
+    """Refuse a cubin of another chip than its description says; what is no ELF, the driver does."""
+    if not built.cubin.startswith(b"\x7fELF"):
+        return
+    found = read_cubin(built.cubin).arch
+    if found != built.variant.arch:
+        raise LaunchError(
+            f"{built.variant.label} holds a cubin for {found}; build it again with "
+            f"--arch {built.variant.arch}"
         )
 
 

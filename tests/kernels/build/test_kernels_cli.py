@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,28 @@ def test_a_damaged_packed_file_is_one_line(tmp_path: Path) -> None:
     file = tmp_path / "cut.k3pack"
     file.write_bytes(STORED.read_bytes()[:-100])
     assert "pack it again" in one_line(call("show", OP, "--packed", file))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("k3fuse.kernels/1", "k3fuse.kernels/0", "schema 'k3fuse.kernels/0', this version reads"),
+        ('"rows": 4', '"rows": 2', "the checksum of its k3fuse.json is wrong; pack it again"),
+    ],
+)
+def test_a_packed_file_that_was_changed_is_one_line(
+    old: str, new: str, message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "changed.k3pack"
+    with zipfile.ZipFile(STORED) as source, zipfile.ZipFile(file, "w") as goal:
+        for name in source.namelist():
+            data = source.read(name)
+            if name == packed.MANIFEST:
+                assert old.encode() in data
+                data = data.replace(old.encode(), new.encode())
+            goal.writestr(name, data)
+    assert message in one_line(call("show", OP, "--packed", file))
+    assert kernels(call("show", OP, "--packed", STORED, "--json"))
 
 
 # --- with the DSL -----------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -139,6 +140,17 @@ def test_a_device_of_another_architecture_is_refused_before_loading() -> None:
     assert driver.calls == []
     for arch, device in (("sm_90a", "sm_90"), ("sm_100a", "sm_100")):
         Launcher(made(gemv(arch)), FakeDriver(device))
+
+
+def test_a_cubin_of_another_arch_than_it_says_is_refused_before_loading() -> None:
+    right = packed.select(packed.load(STORED), "sm_103a", "workbench_gemv")
+    other = packed.select(packed.load(STORED), "sm_90a", "workbench_gemv")
+    driver = FakeDriver()
+    with pytest.raises(LaunchError, match="holds a cubin for sm_90a; build it again with --arch"):
+        Launcher(replace(right, cubin=other.cubin), driver)
+    assert driver.calls == []
+    Launcher(right, driver)
+    assert len(driver.named("load")) == 1
 
 
 def test_the_stream_is_torchs_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
