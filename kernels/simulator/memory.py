@@ -34,6 +34,7 @@ class Buffer:
     """One tensor in the memory of one rank.
 
     `written` is None when every byte holds a value; `changed` tells that a kernel stored to it.
+    `leads` holds, for each 4-byte word that landed ahead of the rest of a torn store, its number.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Buffer:
     data: Array
     written: Array | None = None
     changed: bool = False
+    leads: Array | None = None
     views: dict[int, Array] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -105,6 +107,7 @@ class GlobalMemory:
         self.traffic = Traffic()
         self.version = 0
         self.races: RaceChecker | None = None
+        self.seen_leads: set[int] = set()
 
     def add(self, name: str, rank: int, content: Array, fresh: bool = False) -> Buffer:
         """Place bytes (uint8) in the memory of `rank`; `fresh` poisons them as unwritten."""
@@ -174,6 +177,9 @@ class GlobalMemory:
             self.races.read(buffer, offset, width // 8 * count, site, chosen)
         if buffer.written is not None:
             self._check_written(buffer, offset, width // 8 * count, chosen, site)
+        if buffer.leads is not None:
+            for word in range(max(width * count // 32, 1)):
+                self.seen_leads.update(buffer.leads.take((offset >> 2) + word).tolist())
         self._note(buffer, chosen, offset, width // 8 * count, site, write=False)
         first = offset >> (width.bit_length() - 4)
         view = buffer.views[width]
@@ -212,6 +218,15 @@ class GlobalMemory:
             self._note(buffer, chosen, offset, width // 8, site, write=True)
             buffer.changed = True
             yield buffer.views[width], chosen, offset >> (width.bit_length() - 4)
+
+    def mark_leads(self, address: Array, numbers: Array | int) -> None:
+        """Number the words that landed ahead of the rest of a torn store; 0 once it is whole."""
+        place = address.view(np.int64)
+        index = int(np.searchsorted(self.starts, int(place[0]), side="right")) - 1
+        buffer = self.buffers[index]
+        if buffer.leads is None:
+            buffer.leads = np.zeros(len(buffer.data) // 4, np.int64)
+        buffer.leads[(place - buffer.base) >> 2] = numbers
 
     def announce(self, address: Array, size: int, site: Origin, *, write: bool) -> None:
         """Check an access that is done later, as one that happens now, against other grids."""

@@ -142,10 +142,10 @@ def simulate_sequence(
         raise ValueError("launches is empty; give at least one Launch")
     _check_places("delay", delay or {}, ranks, len(launches))
     _check_places("skip", skip, ranks, len(launches))
-    memory, delivery = GlobalMemory(ranks), Delivery(seed)
+    memory = GlobalMemory(ranks)
+    delivery, placed = Delivery(seed, memory), Placement(memory)
     checker = memory.races = RaceChecker() if races else None
     observers = tuple(item for item in (checker, observer) if item is not None)
-    placed = Placement(memory)
     watched = any(launch.pdl for launch in launches)
     streams: list[list[Grid]] = [[] for _ in range(ranks)]
     reports, programs, traffics, tallies = [], [], [], []

@@ -160,7 +160,7 @@ def test_a_read_of_other_bytes_before_the_wait_is_legal() -> None:
 def test_a_write_before_the_wait_to_what_the_predecessor_reads_is_found() -> None:
     x, y = cells(), torch.zeros(32 * CTAS, dtype=torch.int32)
     for seed in SEEDS:
-        with pytest.raises(OverlapError, match=r"writes byte 0 of buffer 'x'.* reads it at line"):
+        with pytest.raises(OverlapError, match=r"writes byte 0 of buffer 'x'.* reads at line"):
             simulate_sequence(
                 [launch(copy(TRIGGER), x, y), launch(copy(), y + 1, x, pdl=True)], seed=seed
             )
