@@ -173,6 +173,38 @@ def pack(
         console.emit(f"{output}: {len(rows)} kernels, {size} bytes", None)
 
 
+@kernels.command()
+@click.option("--case", "names", multiple=True, help="Only the cases of this name; repeatable.")
+@_cache
+@_shared
+@click.pass_context
+def bench(
+    context: click.Context, names: tuple[str, ...], cache: Path | None, as_json: bool,
+    output: Path | None,
+) -> None:  # fmt: skip
+    """Measure what the simulator costs at K3 sizes; exit code 1 where a target is missed."""
+    from k3fuse.kernels.simulator import benchmark
+    from k3fuse.rewriter.benchmark import machine
+
+    known = list(dict.fromkeys(case.name for case in benchmark.CASES))
+    if wrong := sorted(set(names) - set(known)):
+        raise Failure(f"--case {wrong[0]!r} is unknown; use {', '.join(known)}")
+    found = []
+    with _one_line(), console.progress(quiet=as_json) as say:
+        for case in benchmark.CASES:
+            if not names or case.name in names:
+                say(f"{case.name}, {case.ranks} ranks, M = {case.m}")
+                found.append(benchmark.measure(case, cache))
+    document = {
+        "schema": "k3fuse.simulator-bench/1",
+        "machine": machine(),
+        "rows": [row.to_json() for row in found],
+    }
+    console.emit(document if as_json else [_bench_table(document["rows"])], output)
+    if not all(row.ok for row in found):
+        context.exit(1)
+
+
 # --- helpers ----------------------------------------------------------------------------------
 
 
@@ -291,6 +323,22 @@ def _table(rows: list[dict[str, Any]]) -> Table:
             row["op"], row["variant"], row["arch"],
             *("-" if c is None else str(c) for c in counts),
             _by(row["grid"]), _by(row["block"]), _by(row["cluster"]),
+        )  # fmt: skip
+    return table
+
+
+def _bench_table(rows: Any) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("case")
+    for name in ("ranks", "M", "warp instructions", "processor s", "target s", "peak GB",
+                 "target GB"):  # fmt: skip
+        table.add_column(name, justify="right")
+    table.add_column("ok")
+    for row in rows:
+        table.add_row(
+            row["case"], str(row["ranks"]), str(row["m"]), f"{row['warp_instructions']:,}",
+            f"{row['seconds']:.2f}", f"{row['target_seconds']:.2f}", f"{row['gigabytes']:.2f}",
+            f"{row['target_gigabytes']:.2f}", "yes" if row["ok"] else "no",
         )  # fmt: skip
     return table
 

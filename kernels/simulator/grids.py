@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from k3fuse.kernels.build.residency import Footprint
-from k3fuse.kernels.simulator.counters import Traffic
+from k3fuse.kernels.simulator.counters import Traffic, count_touched
 from k3fuse.kernels.simulator.machine import Dim3, Group, Program
 from k3fuse.kernels.simulator.overlap import Watch
 from k3fuse.kernels.simulator.types import Array, is_scalar
@@ -44,7 +44,7 @@ class Tally:
             self.issues[number] += count
         self.shared_read += group.shared.read_bytes
         self.shared_written += group.shared.written_bytes
-        self.shared_distinct += int(np.count_nonzero(group.shared.written))
+        self.shared_distinct += count_touched(group.shared.written)
         self.remote_shared += group.shared.remote_bytes
 
 

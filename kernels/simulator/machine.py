@@ -7,7 +7,7 @@ lanes, so that the arrays of a step stay in the cache of a CPU core.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -163,7 +163,7 @@ class Group:
         self.all_lanes = np.arange(self.size)
         self.lane_cta = np.repeat(np.arange(self.ctas), self.threads)
         self.thread = np.tile(np.arange(self.threads), self.ctas)
-        self.special = _special(cta_numbers, self.thread, grid.shape, self.threads)
+        self.special: dict[str, Value] = Special(cta_numbers, self.thread, grid.shape, self.threads)
         self.cluster_size = cluster[0] * cluster[1] * cluster[2]
         cta_ranks = self.special["%cluster_ctarank"][:: self.threads].astype(np.int64)
         self.cluster_base = np.arange(self.ctas) // self.cluster_size * self.cluster_size
@@ -256,39 +256,47 @@ def _warps(lanes: Array, full: bool) -> int:
     return int(np.count_nonzero(np.diff(lanes >> 5))) + 1
 
 
-def _special(
-    numbers: Array, thread: Array, shape: tuple[Dim3, Dim3, Dim3], threads: int
-) -> dict[str, Value]:
-    """The special registers: arrays over lanes, or scalars."""
-    grid, block, cluster = shape
-    result: dict[str, Value] = {}
-    cta = _split(numbers, grid)
-    for axis, name in enumerate("xyz"):
-        tid = _split(thread, block)[axis]
-        inside = cta[axis] % cluster[axis]
-        result[f"%tid.{name}"] = tid.astype(np.uint32)
-        result[f"%ntid.{name}"] = np.uint32(block[axis])
-        result[f"%ctaid.{name}"] = np.repeat(cta[axis], threads).astype(np.uint32)
-        result[f"%nctaid.{name}"] = np.uint32(grid[axis])
-        result[f"%cluster_ctaid.{name}"] = np.repeat(inside, threads).astype(np.uint32)
-        result[f"%cluster_nctaid.{name}"] = np.uint32(cluster[axis])
-        cluster_id = np.repeat(cta[axis] // cluster[axis], threads)
-        result[f"%clusterid.{name}"] = cluster_id.astype(np.uint32)
-        result[f"%nclusterid.{name}"] = np.uint32(grid[axis] // cluster[axis])
-    rank = [cta[axis] % cluster[axis] for axis in range(3)]
-    linear = rank[0] + cluster[0] * (rank[1] + cluster[1] * rank[2])
-    result["%cluster_ctarank"] = np.repeat(linear, threads).astype(np.uint32)
-    result["%cluster_nctarank"] = np.uint32(cluster[0] * cluster[1] * cluster[2])
-    lane = (thread % WARP).astype(np.uint32)
-    result["%laneid"] = lane
-    result["%warpid"] = (thread // WARP).astype(np.uint32)
-    one = np.uint32(1)
-    result["%lanemask_eq"] = one << lane
-    result["%lanemask_lt"] = (one << lane) - one
-    result["%lanemask_le"] = (one << lane) | ((one << lane) - one)
-    result["%lanemask_gt"] = ~result["%lanemask_le"]
-    result["%lanemask_ge"] = ~result["%lanemask_lt"]
-    return result
+class Special(dict[str, Value]):
+    """The special registers: arrays over lanes, or scalars, made when first asked for."""
+
+    def __init__(
+        self, numbers: Array, thread: Array, shape: tuple[Dim3, Dim3, Dim3], threads: int
+    ) -> None:
+        self.numbers, self.thread, self.shape, self.threads = numbers, thread, shape, threads
+
+    def __missing__(self, name: str) -> Value:
+        value = self[name] = self._make(name)
+        return value
+
+    def _make(self, name: str) -> Value:
+        grid, block, cluster = self.shape
+        if name == "%laneid":
+            return (self.thread % WARP).astype(np.uint32)
+        if name == "%warpid":
+            return (self.thread // WARP).astype(np.uint32)
+        if name == "%cluster_nctarank":
+            return np.uint32(cluster[0] * cluster[1] * cluster[2])
+        if name.startswith("%lanemask_"):
+            lane, one = self["%laneid"], np.uint32(1)
+            below, own = (one << lane) - one, one << lane
+            return {"eq": own, "lt": below, "le": below | own, "gt": ~(below | own),
+                    "ge": ~below}[name[-2:]]  # fmt: skip
+        cta = _split(self.numbers, grid)
+        if name == "%cluster_ctarank":
+            x, y, z = (cta[axis] % cluster[axis] for axis in range(3))
+            linear = x + cluster[0] * (y + cluster[1] * z)
+            return np.repeat(linear, self.threads).astype(np.uint32)
+        family, letter = name.split(".")
+        axis = "xyz".index(letter)
+        if family == "%tid":
+            return _split(self.thread, block)[axis].astype(np.uint32)
+        scalars = {"%ntid": block[axis], "%nctaid": grid[axis], "%cluster_nctaid": cluster[axis],
+                   "%nclusterid": grid[axis] // cluster[axis]}  # fmt: skip
+        if family in scalars:
+            return np.uint32(scalars[family])
+        of_cta = {"%ctaid": cta[axis], "%cluster_ctaid": cta[axis] % cluster[axis],
+                  "%clusterid": cta[axis] // cluster[axis]}[family]  # fmt: skip
+        return np.repeat(of_cta, self.threads).astype(np.uint32)
 
 
 def _split(linear: Array, shape: Dim3) -> tuple[Array, Array, Array]:
@@ -296,16 +304,8 @@ def _split(linear: Array, shape: Dim3) -> tuple[Array, Array, Array]:
     return linear % shape[0], linear // shape[0] % shape[1], linear // (shape[0] * shape[1])
 
 
-def cluster_order(grid: Dim3, cluster: Dim3) -> Iterator[int]:
+def cluster_order(grid: Dim3, cluster: Dim3) -> Array:
     """The CTA numbers of a grid, one cluster after the other, x fastest in both."""
-    counts = [grid[axis] // cluster[axis] for axis in range(3)]
-    for cz in range(counts[2]):
-        for cy in range(counts[1]):
-            for cx in range(counts[0]):
-                for z in range(cluster[2]):
-                    for y in range(cluster[1]):
-                        for x in range(cluster[0]):
-                            px = cx * cluster[0] + x
-                            py = cy * cluster[1] + y
-                            pz = cz * cluster[2] + z
-                            yield px + grid[0] * (py + grid[1] * pz)
+    sizes = [part for axis in (2, 1, 0) for part in (grid[axis] // cluster[axis], cluster[axis])]
+    table = np.arange(grid[0] * grid[1] * grid[2]).reshape(sizes)  # z, z inside, y, y inside ...
+    return table.transpose(0, 2, 4, 1, 3, 5).reshape(-1)

@@ -114,9 +114,10 @@ class GlobalMemory:
         size = len(content)
         base = self.top[rank]
         self.top[rank] = -(-(base + size + _RED_ZONE) // _ALIGN) * _ALIGN
-        data = np.full(-(-max(size, 1) // 16) * 16, POISON, np.uint8)
+        data = np.empty(-(-max(size, 1) // 16) * 16, np.uint8)
         if not fresh:
             data[:size] = content
+        data[0 if fresh else size :] = POISON
         written = np.zeros(len(data), np.uint8) if fresh else None
         buffer = Buffer(name, rank, base, size, data, written)
         self.buffers.append(buffer)

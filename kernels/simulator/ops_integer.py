@@ -65,6 +65,14 @@ def _unpack(site: Site, kind: PtxType) -> Step:
 
     def run(frame: Frame) -> None:
         value = read(frame)
+        if np.ndim(value) and value.flags.c_contiguous:
+            # Views of the source; read-only, since registers are updated in place.
+            parts = value.view(narrow)
+            for place, write in enumerate(writes):
+                part = parts[place :: len(writes)]
+                part.flags.writeable = False
+                write(frame, part)
+            return
         for shift, write in zip(shifts, writes, strict=True):
             write(frame, (value >> shift).astype(narrow))
 

@@ -29,14 +29,14 @@ def decode(words: Array, name: str) -> Array:
     return DECODE[name][words.view(np.uint8)]
 
 
-def gather_rows(words: Array, name: str) -> Array:
-    """Fragments of one 8-row half: [warps, 32, parts] words -> [warps, 8, k] elements.
+def rows_of(words: Array, name: str) -> Array:
+    """Fragments of n 8-row tiles: words [warps, n, 32, parts] -> [warps, 8 n, k] float64.
 
-    Lane 4*g + t holds, of row g, the elements of columns `part * k / 2 + t * n ...`, n a word.
+    Lane 4*g + t holds, of row g, the columns `part * k / 2 + t * n ...`, n a word. The columns stay
+    in the order of the lanes: that is the same for A and B, and a sum of products needs no more.
     """
-    warps, _, parts = words.shape
-    values = decode(words, name).reshape(warps, 8, 4, parts, -1)
-    return values.transpose(0, 1, 3, 2, 4).reshape(warps, 8, -1)
+    warps, tiles = words.shape[:2]
+    return decode(words, name).reshape(warps, 8 * tiles, -1).astype(np.float64)
 
 
 @operation("mma", selective=True)
@@ -69,25 +69,25 @@ def multiply_accumulate(site: Site) -> Step:
     def run(frame: Frame) -> None:
         if not whole_warps(frame):
             raise BarrierError(f"mma by part of a warp: {frame.origin(line, text).where(0)}")
-        wa, wb, wc = _words(frame, a), _words(frame, b), _words(frame, c).view(np.float32)
         # a0 and a2 are rows 0-7, a1 and a3 rows 8-15; a0, a1 the lower half of the columns.
-        rows = [gather_rows(wa[:, :, part], first) for part in ([0, 2], [1, 3])]
-        left = np.concatenate(rows, axis=1).astype(np.float64)
-        right = gather_rows(wb, second).astype(np.float64)
-        product = left @ right.transpose(0, 2, 1)
+        left = rows_of(_words(frame, [[a[0], a[2]], [a[1], a[3]]]), first)
+        right = rows_of(_words(frame, [b]), second)
         # Lane 4*g + t holds columns 2t, 2t+1 of rows g (c0, c1) and g + 8 (c2, c3).
-        tiles = product.reshape(-1, 2, 8, 4, 2).transpose(0, 2, 3, 1, 4).reshape(-1, WARP, 4)
-        total = (tiles + wc).astype(np.float32).reshape(-1, 4)
-        for place, write in enumerate(writes):
-            write(frame, np.ascontiguousarray(total[:, place]))
+        tiles = (left @ right.transpose(0, 2, 1)).reshape(-1, 2, 8, 4, 2)
+        for place, (read, write) in enumerate(zip(c, writes, strict=True)):
+            total = tiles[:, place // 2, :, :, place % 2].reshape(-1)
+            write(frame, (total + read(frame).view(np.float32)).astype(np.float32))
 
     return run
 
 
-def _words(frame: Frame, reads: list[Reader]) -> Array:
-    """Registers -> [warps, 32, number of registers] words."""
-    columns = [frame.array(read(frame)) for read in reads]
-    return np.ascontiguousarray(np.stack(columns, axis=1)).reshape(-1, WARP, len(reads))
+def _words(frame: Frame, tiles: list[list[Reader]]) -> Array:
+    """The registers of each tile -> [warps, tiles, 32, registers] words."""
+    result = np.empty((frame.count // WARP, len(tiles), WARP, len(tiles[0])), np.uint32)
+    for tile, reads in enumerate(tiles):
+        for part, read in enumerate(reads):
+            result[:, tile, :, part] = frame.array(read(frame)).reshape(-1, WARP)
+    return result
 
 
 @operation("ldmatrix", selective=True)

@@ -61,12 +61,21 @@ def shuffle(site: Site) -> Step:
     value, offset, clamp = site.bits(1, 32), site.bits(2, 32), site.bits(3, 32)
     line, text = site.instruction.line, site.instruction.text
     fixed = _fixed_sources(site, mode)
+    distance = site.operand(2)
+    swap = distance.value if mode == "bfly" and isinstance(distance, Constant) else 0
+    if swap not in (1, 2, 4, 8, 16):  # else neighbouring runs of so many lanes change places
+        swap = 0
 
     def run(frame: Frame) -> None:
         if fixed is not None and whole_warps(frame):
             source, good = fixed
-            table = frame.array(value(frame)).reshape(-1, WARP)
-            write(frame, table.take(source, axis=1).reshape(-1))
+            lanes = frame.array(value(frame))
+            table = lanes.reshape(-1, WARP)
+            if swap and good.all():
+                halves = lanes.reshape(-1, 2, swap)
+                write(frame, np.ascontiguousarray(halves[:, ::-1]).reshape(-1))
+            else:
+                write(frame, table.take(source, axis=1).reshape(-1))
             if second is not None:
                 valid(frame, np.tile(good, len(table)))
             return

@@ -141,12 +141,15 @@ def _finish(group: Group, number: int, code: Code, frame: Frame) -> None:
     lanes = frame.lanes
     if code.condition is not None:
         taken = frame.array(code.condition(frame))
-        group.push(following, lanes[~taken])
-        lanes = lanes[taken]
-        if not len(lanes):
+        count = int(np.count_nonzero(taken))
+        if not count:
+            group.push(following, lanes)
             return
-        if code.arguments:
-            frame = frame.narrow(taken, list(range(len(frame.env))))
+        if count < len(lanes):
+            group.push(following, lanes[~taken])
+            lanes = lanes[taken]
+            if code.arguments:
+                frame = frame.narrow(taken, list(range(len(frame.env))))
     if block.end == "next":
         group.push(following, lanes)
     elif block.end in ("jump", "exit"):

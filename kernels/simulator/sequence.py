@@ -154,7 +154,7 @@ def simulate_sequence(
         _check(code, launch, ranks)
         report = SimReport(code.name, launch.grid, launch.block, launch.cluster, ranks, seed)
         traffic, tally, marks = Traffic(), Tally(), Marks()
-        order = np.fromiter(cluster_order(launch.grid, launch.cluster), np.int64)
+        order = cluster_order(launch.grid, launch.cluster)
         need = _footprint(launch, program, sms)
         label = f"launch {index} '{launch.label or code.name}'" if len(launches) > 1 else ""
         for rank, values in enumerate(launch.params):
