@@ -168,6 +168,58 @@ def test_cvt_to_small_formats(name: str, size: float) -> None:
     assert [code for pair in pairs for code in pair] == wanted_codes(values, name)
 
 
+def nearest_codes(values: np.ndarray, name: str) -> np.ndarray:
+    """The nearest code, ties to even: float64 holds all values and all midpoints exactly."""
+    half = formats.DECODE[name][: len(formats.DECODE[name]) // 2].astype(np.float64)
+    grid = half[np.isfinite(half)]
+    middle, size = (grid[1:] + grid[:-1]) / 2, np.abs(values.astype(np.float64))
+    code = np.searchsorted(middle, size)  # a tie goes to the lower code here
+    tie = (code < len(middle)) & (size == middle[np.minimum(code, len(middle) - 1)])
+    code += tie & (code % 2 == 1)
+    return code + np.where(np.signbit(values), len(formats.DECODE[name]) // 2, 0)
+
+
+@pytest.mark.parametrize(("name", "width"), [("e4m3", 8), ("e5m2", 8), ("e2m1", 4)])
+def test_20000_cvt_to_small_formats(name: str, width: int) -> None:
+    rng = np.random.default_rng(11)
+    largest = float(np.nanmax(np.where(np.isfinite(formats.DECODE[name]), formats.DECODE[name], 0)))
+    spread = rng.standard_normal(CASES) * 2.0 ** rng.integers(-22, 4, CASES) * largest / 8
+    # A third of them within one unit of float32 of a midpoint or a code.
+    grid = formats.DECODE[name][np.isfinite(formats.DECODE[name])].astype(np.float32)
+    near = rng.choice(np.concatenate([grid, (grid[1:] + grid[:-1]) / 2]), CASES // 3)
+    near = near * (1 + rng.integers(-1, 2, CASES // 3) * np.float32(2.0**-23))
+    values = spread.astype(np.float32)
+    values[: CASES // 3] = near
+    pairs = torch.from_numpy(values).reshape(-1, 2)
+    low, high = pairs[:, 0].contiguous(), pairs[:, 1].contiguous()
+    if name == "e2m1":
+        line = "{ .reg .b8 q; cvt.rn.satfinite.e2m1x2.f32 q, %x1, %x0; cvt.u32.u8 %y, q; }"
+        got = lanewise(line, [low, high]).numpy()
+    else:
+        got = lanewise(f"cvt.rn.satfinite.{name}x2.f32 %y, %x1, %x0;", [low, high], 16).numpy()
+    got = got.astype(np.int64)
+    codes = np.stack([got & (2**width - 1), got >> width & (2**width - 1)], axis=1).reshape(-1)
+    assert len(codes) == CASES
+    assert int((codes != nearest_codes(values, name)).sum()) == 0
+    assert nearest_codes(values[:300], name).tolist() == wanted_codes(values[:300], name)
+    assert len(np.unique(codes)) == len(grid), "every code occurs"
+
+
+@pytest.mark.parametrize(("name", "bits", "lowest"), [("bf16", 8, -133), ("f16", 11, -24)])
+def test_cvt_to_16_bits_is_correctly_rounded(name: str, bits: int, lowest: int) -> None:
+    rng = np.random.default_rng(12)
+    count = CASES // 4
+    values = rng.standard_normal(count) * 2.0 ** rng.integers(lowest - 3, 14, count)
+    # Half of them one unit of float32 beside a midpoint, or on it.
+    middle = (rng.integers(2 ** (bits - 1), 2**bits, count // 2) + 0.5) * 2.0 ** (1 - bits)
+    values[: count // 2] = middle * (1 + rng.integers(-1, 2, count // 2) * 2.0**-23)
+    single = values.astype(np.float32)
+    dtype = torch.bfloat16 if name == "bf16" else torch.float16
+    got = lanewise(f"cvt.rn.{name}.f32 %y, %x0;", [torch.from_numpy(single)], 16, dtype)
+    wanted = [rounded(Fraction(float(v)), bits, lowest) for v in single]
+    assert got.double().tolist() == wanted
+
+
 def test_cvt_of_nan_and_infinity_to_e4m3() -> None:
     values = torch.tensor([math.nan, math.inf, -math.inf, -0.0])
     got = lanewise("cvt.rn.satfinite.e4m3x2.f32 %y, %x0, %x0;", [values], 16)
