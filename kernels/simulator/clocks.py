@@ -5,8 +5,9 @@ copies), the clock of that warp, and its lane. A warp knows an access when its r
 clock. Between two synchronisations of a warp its lanes are agents of their own: `singles` holds
 what the warp knows of single lanes of others, `private` what single lanes learned alone.
 
-Rows are columns wide, but only the touched range of a row is copied and compared, and the CTAs of a
-cluster are neighbours, so that a kernel whose CTAs do not talk costs next to nothing.
+A row holds the range of columns that its warp has heard of, and the CTAs of a cluster are
+neighbours, so that a kernel whose CTAs do not talk costs next to nothing. All rows lie in one array
+(`pool`), so that many can be looked up at once; a row that gets wider moves to its end.
 
 View 0 of a clock is ordinary order, view 1 the part of it that a proxy fence passed on.
 """
@@ -20,7 +21,7 @@ import numpy as np
 from k3fuse.kernels.simulator.errors import SimulationError
 from k3fuse.kernels.simulator.types import Array
 
-_MOST_CELLS = 1 << 27  # int32 cells of the clock matrix: 512 MiB when all CTAs talk to all
+_MOST_CELLS = 1 << 27  # int32 cells of all rows, 512 MiB: 8192 warps that all know all
 _ENDED = 2**31 - 1  # the clock of a warp all of whose accesses are known
 IN_FLIGHT = 0  # the column of copies that nobody has waited for; no one ever knows its accesses
 
@@ -98,9 +99,10 @@ class Clocks:
         self.column = np.zeros(0, np.int64)
         self.clock = np.zeros(0, np.int64)
         self.synced = np.zeros(0, np.int64)
-        self.known = np.zeros((0, 2, 1), np.int32)
-        self.low: list[int] = []
-        self.high: list[int] = []
+        self.low, self.width, self.start = (np.zeros(0, np.int64) for _ in range(3))
+        self.pool = np.zeros(0, np.int32)
+        self.top = 0  # of the pool
+        self.live = 0  # cells of rows, without what moved rows left behind
         self.singles: list[dict[int, int]] = []
         self.private: dict[int, Stamp] = {}
         self.alive: list[Array] = []
@@ -108,21 +110,68 @@ class Clocks:
         self.places = np.zeros((4, 1), np.int64)  # rank, cluster, cta, warp of each column
 
     def reserve(self, rows: int, columns: int) -> None:
-        """Make room for so many warps and, with their spare columns, agents.
-
-        Raises SimulationError when that is too much.
-        """
-        columns += 1
-        if rows * 2 * columns > _MOST_CELLS:
-            raise SimulationError(
-                f"race checking of {rows} warps needs {rows} x 2 x {columns} clocks, more than "
-                f"{_MOST_CELLS}; scale the grid down (about {int((_MOST_CELLS / 2) ** 0.5)} warps "
-                "fit): a protocol has its races at a small size too"
-            )
+        """Make room for so many warps and, with their spare columns, agents."""
         self.column = np.zeros(rows, np.int64)
         self.clock, self.synced = np.ones(rows, np.int64), np.ones(rows, np.int64)
-        self.known = np.zeros((rows, 2, columns), np.int32)
-        self.places = np.full((4, columns), -1, np.int64)
+        self.low, self.width, self.start = (np.zeros(rows, np.int64) for _ in range(3))
+        self.places = np.full((4, columns + 1), -1, np.int64)
+
+    def _take(self, cells: int) -> int:
+        """The start of so many new cells of the pool."""
+        self.live += cells
+        if self.live > _MOST_CELLS:
+            raise SimulationError(
+                f"race checking of {len(self.column)} warps needs more than {_MOST_CELLS} clocks, "
+                f"since so many of them know of each other; scale the grid down "
+                f"({int((_MOST_CELLS / 2) ** 0.5)} warps always fit): a protocol has its races at "
+                "a small size too"
+            )
+        start, self.top = self.top, self.top + cells
+        if self.top > len(self.pool):
+            self.pool = np.concatenate([self.pool, np.zeros(self.top, np.int32)])
+        return start
+
+    def _row(self, row: int) -> Array:
+        """What a warp knows, [2, its width], sharing the pool."""
+        start, width = int(self.start[row]), int(self.width[row])
+        return self.pool[start : start + 2 * width].reshape(2, width)
+
+    def _widen(self, row: int, low: int, high: int) -> None:
+        """Let the range of a row take in columns from `low` to `high`."""
+        first, width = int(self.low[row]), int(self.width[row])
+        low, high = min(low, first), max(high, first + width)
+        if high - low == width:
+            return
+        start = self._take(2 * (high - low))
+        wide = self.pool[start : start + 2 * (high - low)].reshape(2, high - low)
+        wide[:, first - low : first - low + width] = self._row(row)
+        self.live -= 2 * width
+        self.start[row], self.low[row], self.width[row] = start, low, high - low
+        if self.top > 2 * self.live + (1 << 20):
+            self._compact()
+
+    def _compact(self) -> None:
+        """Drop the cells that moved rows left behind."""
+        rows = len(self.alive)
+        parts = [self._row(row).reshape(-1) for row in range(rows)]
+        self.start[:rows] = np.cumsum([0, *(len(part) for part in parts[:-1])])
+        self.pool = np.concatenate(parts)
+        self.top = len(self.pool)
+
+    def known(self, rows: Array, view: int, columns: Array) -> Array:
+        """The clocks of columns that warps know; arrays of equal or broadcastable shapes."""
+        width = self.width[rows]
+        place = columns - self.low[rows]
+        inside = (place >= 0) & (place < width)
+        start = self.start[rows] + view * width if view else self.start[rows]
+        found: Array = np.where(inside, self.pool[start + np.where(inside, place, 0)], 0)
+        return found
+
+    def _known(self, row: int, view: int, column: int) -> int:
+        place, width = column - int(self.low[row]), int(self.width[row])
+        if not 0 <= place < width:
+            return 0
+        return int(self.pool[int(self.start[row]) + view * width + place])
 
     def add_cta(
         self, rank: int, cluster: int, number: int, label: str, alive: Array, spare: int
@@ -138,17 +187,18 @@ class Clocks:
         self.spares[cta] = list(range(first + warps, self.columns))
         self.column[rows : rows + warps] = np.arange(first, first + warps)
         self.alive.extend(alive[32 * warp : 32 * warp + 32] for warp in range(warps))
-        self.low.extend(range(first, first + warps))
-        self.high.extend(range(first + 1, first + warps + 1))
+        width = warps + spare
+        start = self._take(2 * width * warps)
+        self.low[rows : rows + warps], self.width[rows : rows + warps] = first, width
+        self.start[rows : rows + warps] = start + 2 * width * np.arange(warps)
         self.singles.extend({} for _ in range(warps))
 
     def _describe(
         self, rank: int, cluster: int, cta: int, number: int, label: str, warp: int
     ) -> None:
-        if self.columns == self.known.shape[2]:
-            more = 64
-            self.known = np.pad(self.known, ((0, 0), (0, 0), (0, more)))
-            self.places = np.pad(self.places, ((0, 0), (0, more)))
+        if self.columns == self.places.shape[1]:
+            more = np.full((4, self.columns), -1, np.int64)
+            self.places = np.concatenate([self.places, more], axis=1)
         self.places[:, self.columns] = rank, cluster, cta, warp
         self.columns += 1
         self.rank.append(rank)
@@ -192,8 +242,8 @@ class Clocks:
 
     def _message(self, row: int, members: Array, whole: bool) -> Stamp:
         column, clock = int(self.column[row]), int(self.clock[row])
-        low = self.low[row]
-        values = self.known[row, :, low : self.high[row]].copy()
+        low = int(self.low[row])
+        values = self._row(row).copy()
         values[0, column - low] = clock if whole else self.synced[row] - 1
         singles = dict(self.singles[row])
         if not whole:
@@ -236,13 +286,13 @@ class Clocks:
     def _join(self, row: int, stamp: Stamp) -> None:
         if stamp.values is not None:
             first, last = stamp.first, stamp.first + stamp.values.shape[1]
-            part = self.known[row, :, first:last]
+            self._widen(row, first, last)
+            low = int(self.low[row])
+            part = self._row(row)[:, first - low : last - low]
             np.maximum(part, stamp.values, out=part)
-            self.low[row] = min(self.low[row], first)
-            self.high[row] = max(self.high[row], last)
         singles = self.singles[row]
         for key, clock in stamp.singles.items():
-            if self.known[row, key & 1, key >> 6] < clock and singles.get(key, 0) < clock:
+            if self._known(row, key & 1, key >> 6) < clock and singles.get(key, 0) < clock:
                 singles[key] = clock
 
     def sync_warps(self, threads: Array) -> None:
@@ -278,7 +328,7 @@ class Clocks:
         same = lane == thread & 31 or clock < self.synced[row]
         if view == 0 and column == self.column[row] and same:
             return True
-        if self.known[row, view, column] >= clock:
+        if self._known(row, view, column) >= clock:
             return True
         if self.singles[row].get((column * 32 + lane) * 2 + view, 0) >= clock:
             return True

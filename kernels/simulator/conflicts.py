@@ -93,7 +93,7 @@ class Checks:
             return np.ones(cells.shape, np.bool_)
         column = old >> 32
         free: Array = (column == who.columns) & (old != 0)
-        free |= self.clocks.known[who.rows, 0, column] >= (old & CLOCK_MASK)
+        free |= self.clocks.known(who.rows, 0, column) >= (old & CLOCK_MASK)
         return free
 
     def write(
@@ -110,6 +110,7 @@ class Checks:
             self._conflicts(shadow, "writes", cells, who, site, ("write", verb))
         if shadow.any_read:
             self._conflicts(shadow, "oldest", cells, who, site, ("read", verb))
+        if shadow.any_latest:
             self._conflicts(shadow, "latest", cells, who, site, ("read", verb))
         entry = self.entry(who, site, agent, cells)
         lost = shadow.written(cells, entry)
@@ -131,7 +132,7 @@ class Checks:
         if not epoch.any():
             return
         column, clock = epoch >> 32, epoch & CLOCK_MASK
-        bad = self.clocks.known[who.rows, 0, column] < clock
+        bad = self.clocks.known(who.rows, 0, column) < clock
         if not bad.any():
             return
         synced = self.clocks.synced[who.rows]
@@ -153,7 +154,7 @@ class Checks:
         entries = shadow.writes[cells]
         column, clock = entries[..., 0] >> 32, entries[..., 0] & CLOCK_MASK
         bad = (self.clocks.places[3][column] >= 0) & (entries[..., 0] != 0)
-        bad &= self.clocks.known[who.rows, 1, column] < clock
+        bad &= self.clocks.known(who.rows, 1, column) < clock
         if bad.any():
             self.reporter.conflicts(
                 shadow, cells, entries, bad, who.threads, site, ("write", "read"), proxy=True

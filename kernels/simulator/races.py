@@ -92,7 +92,7 @@ class RaceChecker:
     # Launches: the methods of grids.Observer
 
     def expect(self, grids: Sequence[Grid]) -> None:
-        """All grids that will run; raises SimulationError when they are too many."""
+        """All grids that will run."""
         rows = columns = 0
         for grid in grids:
             warps = len(grid.order) * math.prod(grid.shape[1]) // 32
@@ -108,12 +108,13 @@ class RaceChecker:
         group.first_thread = 32 * len(self.clocks.alive)
         group.races = group.shared.races = self
         self.groups.append(group)
+        copies = _copies(group.grid)
         for index in range(group.ctas):
             lanes = slice(index * group.threads, (index + 1) * group.threads)
             cluster = (len(self.groups) << 32) + int(group.cluster_base[index])
             self.clocks.add_cta(
                 group.rank, cluster, int(group.cta_numbers[index]), group.grid.label,
-                group.alive[lanes], _copies(group.grid),
+                group.alive[lanes], copies,
             )  # fmt: skip
         self._after(group.all_lanes + group.first_thread, group.rank, group.grid.sure_at_start)
 

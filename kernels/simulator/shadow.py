@@ -41,7 +41,7 @@ class Shadow:
         self.shift = _WIDEST
         count = -(-size >> _WIDEST) + 1
         self.writes, self.oldest, self.latest = (np.zeros((count, 2), np.int64) for _ in range(3))
-        self.any_write = self.any_read = False
+        self.any_write = self.any_read = self.any_latest = False
         self.flagged: Array | None = None  # which 4-byte words carry a message, see flags.py
 
     def cells(self, offset: Array, size: int) -> Array:
@@ -54,9 +54,16 @@ class Shadow:
 
     def _refine(self, shift: int) -> None:
         parts = 1 << (self.shift - shift)
-        self.writes, self.oldest, self.latest = (
-            np.repeat(part, parts, axis=0) for part in (self.writes, self.oldest, self.latest)
-        )
+
+        def finer(table: Array, used: bool) -> Array:
+            # Fresh zeros take no memory until they are touched.
+            if not used:
+                return np.zeros((len(table) * parts, 2), np.int64)
+            return np.repeat(table, parts, axis=0)
+
+        self.writes = finer(self.writes, self.any_write)
+        self.oldest = finer(self.oldest, self.any_read)
+        self.latest = finer(self.latest, self.any_latest)
         self.shift = shift
 
     def written(self, cells: Array, entry: Array) -> Array:
@@ -65,6 +72,7 @@ class Shadow:
         self.writes[cells] = entry
         if self.any_read:
             self.oldest[cells, 0] = 0
+        if self.any_latest:
             self.latest[cells, 0] = 0
         lost: Array = (self.writes[cells, 0] ^ entry[..., 0]) >> 32 != 0
         return lost
@@ -78,6 +86,7 @@ class Shadow:
             self.oldest[cells[free]] = entry[free]
         other = (self.oldest[cells, 0] ^ entry[..., 0]) >> 32 != 0
         if other.any():
+            self.any_latest = True
             # Backwards, so that of several readers in one step the first stays here and the last
             # one above.
             self.latest[cells[other][::-1]] = entry[other][::-1]

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from k3fuse.kernels.simulator import MemoryAccessError, Race, SimReport, SimulationError
+from k3fuse.kernels.simulator import (
+    MemoryAccessError,
+    Race,
+    SimReport,
+    SimulationError,
+    clocks,
+)
 from ptx_text import kernel, run
 
 SEEDS = (None, *range(6))
@@ -252,8 +258,11 @@ def test_races_are_listed_once_for_each_pair_of_lines_and_counted() -> None:
     assert "`st.shared.u32 [%r6], %r0`" in text
 
 
-def test_a_grid_that_is_too_large_is_refused_with_the_fix() -> None:
-    cells = torch.zeros(4, dtype=torch.int32)
-    text = kernel("", params=1, block=1024)
-    with pytest.raises(SimulationError, match=r"scale the grid down \(about 8192 warps fit\)"):
-        run(text, [cells], grid=(300, 1, 1), block=(1024, 1, 1), races=True)
+def test_clocks_that_take_too_much_memory_are_refused_with_the_fix(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = NAMED.format(after="")
+    assert report_of(text).races == ()
+    monkeypatch.setattr(clocks, "_MOST_CELLS", 7)  # two warps hold 2 x 2 clocks each
+    with pytest.raises(SimulationError, match=r"scale the grid down \(1 warps always fit\)"):
+        report_of(text)
