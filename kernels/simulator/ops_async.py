@@ -196,7 +196,8 @@ def _bulk(site: Site) -> Step:
         return lambda frame: None
     target = site.take("shared::cluster", "shared::cta", "global")
     source = site.take("global", "shared::cta")
-    if site.take("L2::cache_hint") and site.count < 4:
+    hint, multicast = bool(site.take("L2::cache_hint")), bool(site.take("multicast::cluster"))
+    if hint and site.count < 4:
         raise site.unsupported("no cache policy")
     if site.take("bulk_group"):
         site.done()
@@ -208,15 +209,22 @@ def _bulk(site: Site) -> Step:
     site.done()
     if target == "global" or source is None or site.count < 4:
         raise site.unsupported("direction")
-    return _bulk_in(site, source)
+    if multicast and (source != "global" or site.count < 5):
+        raise site.unsupported("multicast form")
+    return _bulk_in(site, source, multicast)
 
 
-def _bulk_in(site: Site, source: str) -> Step:
-    """A run of bytes into shared memory (own or peer CTA), counted by an mbarrier there."""
+def _bulk_in(site: Site, source: str, multicast: bool) -> Step:
+    """A run of bytes into shared memory (own or peer CTA), counted by an mbarrier there.
+
+    With multicast: to the same place of every CTA in the mask, each with its own mbarrier; the
+    source is read once.
+    """
     target, size = site.pointer(0, 32), site.bits(2, 32)
     from_global = source == "global"
     origin = site.pointer(1, 64 if from_global else 32)
     barrier = barrier_places(site, 3, True)
+    mask = site.bits(4, 16) if multicast else None
     line, text = site.instruction.line, site.instruction.text
 
     def run(frame: Frame) -> None:
@@ -228,29 +236,48 @@ def _bulk_in(site: Site, source: str) -> Step:
         if not from_global:
             starts = group.shared.locate(starts, frame.ctas(), 16, who, "bulk read")
         barriers, sizes = barrier(frame, who), frame.array(size(frame))
+        masks = None if mask is None else frame.array(mask(frame))
         for lane in range(frame.count):
             amount = int(sizes[lane])
             one = who.pick(slice(lane, lane + 1))
             _check_run(group, int(places[lane]), amount, one)
+            shifts = [0]
+            if masks is not None:
+                shifts = _shifts(group, int(places[lane]), int(masks[lane]))
+            # Of a multicast copy, each CTA gets its bytes at a time of its own; one reads them.
+            read: dict[int, Array] = {}
             cuts = _cut(amount, group.delivery.random is not None)
-            copies = None
-            if group.races is not None:
-                steps = np.arange(0, amount, 16)[None]
-                at = barriers[lane : lane + 1]
-                copies = group.races.copy(
-                    one, group.shared, at,
-                    writes=[(group.shared, places[lane] + steps, 16)],
-                    reads=[_source(group, int(starts[lane]), steps, from_global, one)],
-                    parts=len(cuts),
-                )  # fmt: skip
-            pieces = [
-                _piece(group, int(starts[lane]), int(places[lane]), first, length,
-                       barriers[lane : lane + 1], from_global, one.unchecked(), copies)
-                for first, length in cuts
-            ]  # fmt: skip
+            pieces = []
+            for shift in shifts:
+                at, place = barriers[lane : lane + 1] + shift, int(places[lane]) + shift
+                copies = None
+                if group.races is not None:
+                    steps = np.arange(0, amount, 16)[None]
+                    copies = group.races.copy(
+                        one, group.shared, at,
+                        writes=[(group.shared, place + steps, 16)],
+                        reads=[_source(group, int(starts[lane]), steps, from_global, one)],
+                        parts=len(cuts),
+                    )  # fmt: skip
+                pieces += [
+                    _piece(group, int(starts[lane]), place, first, length, at, from_global,
+                           one.unchecked(), copies, read)
+                    for first, length in cuts
+                ]  # fmt: skip
             group.delivery.send(group, pieces)
 
     return run
+
+
+def _shifts(group: Group, place: int, mask: int) -> list[int]:
+    """How far from `place` the same place of each CTA of a cluster mask is."""
+    shared = group.shared
+    cta = place // shared.size
+    members = [rank for rank in range(group.cluster_size) if mask >> rank & 1]
+    if mask >> group.cluster_size or not members:
+        raise MemoryAccessError(f"multicast to CTAs {mask:#x} of a cluster of {group.cluster_size}")
+    base = int(shared.cluster_base[cta])
+    return [(base + rank - cta) * shared.size for rank in members]
 
 
 def _source(
@@ -295,19 +322,24 @@ def _piece(
     from_global: bool,
     who: Origin,
     copies: Copies | None,
+    read: dict[int, Array],
 ) -> Callable[[], None]:
-    def land() -> None:
+    def fetch() -> Array:
         if from_global:
-            content = read_run(group, start + first, length, who)
-        else:
-            marks = group.shared.written[start + first : start + first + length]
-            if not marks.all():
-                error = MemoryAccessError(f"bulk copy of unwritten shared memory: {who.where(0)}")
-                if group.races is None:
-                    raise error
-                group.races.hold(error)
-            content = group.shared.data[start + first : start + first + length].copy()
-        group.shared.write_bytes(place + first, content)
+            return read_run(group, start + first, length, who)
+        marks = group.shared.written[start + first : start + first + length]
+        if not marks.all():
+            error = MemoryAccessError(f"bulk copy of unwritten shared memory: {who.where(0)}")
+            if group.races is None:
+                raise error
+            group.races.hold(error)
+        content: Array = group.shared.data[start + first : start + first + length].copy()
+        return content
+
+    def land() -> None:
+        if first not in read:
+            read[first] = fetch()
+        group.shared.write_bytes(place + first, read[first])
         if copies is not None:
             copies.land()
         group.shared.arrive(barrier, np.zeros(1, np.int64), np.array([-length]), who)

@@ -1,0 +1,43 @@
+"""What an AttnRes kernel is compiled for, and its parameters: the ABI. No DSL here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Config:
+    """One kernel. m: the most tokens. blocks: sources beside the prefix. delta: added to it first.
+
+    norm: an output norm follows the mix. round_mix: the mix is rounded before the norm.
+    """
+
+    m: int
+    blocks: int
+    delta: bool
+    norm: bool
+    round_mix: bool
+
+    @property
+    def pointers(self) -> tuple[str, ...]:
+        """Names of the address parameters, before the blocks."""
+        return (
+            "prefix", "delta", "score_norm", "score_proj", "out_norm", "out", "new_prefix",
+        )  # fmt: skip
+
+    @property
+    def block_pointers(self) -> tuple[str, ...]:
+        """Names of the blocks' addresses."""
+        return tuple(f"block{i}" for i in range(self.blocks))
+
+    @property
+    def sizes(self) -> tuple[str, ...]:
+        """Names of the 32-bit parameters; eps and out_eps are the bits of a float."""
+        return ("m", "prefix_pitch", "delta_pitch", "block_pitch", "eps", "out_eps")
+
+    @property
+    def name(self) -> str:
+        """Readable and unique."""
+        flags = {"delta": self.delta, "norm": self.norm, "roundmix": self.round_mix}
+        parts = [f"m{self.m}", f"blocks{self.blocks}", *(name for name, on in flags.items() if on)]
+        return "_".join(parts)
