@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from k3fuse.rewriter.engine import rewrite
 from k3fuse.rewriter.options import Options
 from k3fuse.rewriter.pattern import load_patterns
-from k3fuse.rewriter.ranks import agree
+from k3fuse.rewriter.ranks import agree, rank_and_world
 from k3fuse.rewriter.reasons import Code, Reason
 from k3fuse.rewriter.report import Report, not_reached
 
@@ -72,11 +73,14 @@ def _rewrite(module: fx.GraphModule, options: Options, *, recompile: bool = True
             raise StrictError(str(differs[0]))
         log.error("k3fuse: %s", differs[0])
     _REPORTS.append(report)
+    report.rank, report.world = rank_and_world()
     if options.dump_dir:
         from k3fuse.rewriter.dump import write_dump
 
-        write_dump(report, options.dump_dir, module.graph, numbered=len(_REPORTS))
-    if options.log != "off" and _is_first_rank():
+        # Ranks share a file system more often than not.
+        folder = Path(options.dump_dir, f"rank_{report.rank:03d}" if report.world > 1 else "")
+        write_dump(report, folder, module.graph, numbered=len(_REPORTS))
+    if options.log != "off" and report.rank == 0:
         log.warning("%s", report.summary(explain=3 if options.log == "summary" else 6))
         if options.log in ("explain", "all"):
             log.warning("%s", "\n".join(report.reason_lines()))
@@ -103,10 +107,6 @@ def _ask_ranks(report: Report) -> Reason | None:
         expected="equal site hashes",
         actual=report.site_hash(),
     )
-
-
-def _is_first_rank() -> bool:
-    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
 
 
 class _JointPass(CustomGraphPass):

@@ -101,11 +101,15 @@ def main() -> None:
 @click.option(
     "--dump", type=click.Path(file_okay=False, path_type=Path), help="Write text dumps there."
 )
+@click.option(
+    "--html", "page", type=click.Path(dir_okay=False, path_type=Path), help="Write the page there."
+)
 @_filters
 @_shared
 def inspect(
     source: str, target: str, m: int | None, plan: bool, layers: int | None, form: str,
-    dump: Path | None, pattern: str | None, layer: int | None, as_json: bool, output: Path | None,
+    dump: Path | None, page: Path | None, pattern: str | None, layer: int | None, as_json: bool,
+    output: Path | None,
 ) -> None:  # fmt: skip
     """Rewrite SOURCE without running it, and report.
 
@@ -122,8 +126,14 @@ def inspect(
             layers=layers,
             form=form,
             dump=dump,
+            record=page is not None,
             progress=progress,
         )
+        if page is not None:
+            from k3fuse.rewriter.html.page import page as page_of
+
+            progress("write page")
+            console.emit(page_of(report), page)
     saved = SavedReport(report)
     _check_filters(saved, pattern, layer)
     saved = saved.filtered(pattern, layer)
@@ -147,15 +157,26 @@ def explain(
 
 @main.command()
 @click.argument("dump", type=click.Path(path_type=Path))
+@click.argument("other", type=click.Path(path_type=Path), required=False)
 @_filters
 @_shared
 def diff(
-    dump: Path, pattern: str | None, layer: int | None, as_json: bool, output: Path | None
-) -> None:
-    """What changed in DUMP: a unified diff of each rewritten site."""
+    dump: Path, other: Path | None, pattern: str | None, layer: int | None, as_json: bool,
+    output: Path | None,
+) -> None:  # fmt: skip
+    """What changed in DUMP: a unified diff of each rewritten site.
+
+    With OTHER: what differs between two dumps (versions, options, ranks), site by site; exit 1
+    where sites or counts differ.
+    """
+    from k3fuse.rewriter.compare import compare, compare_text
     from k3fuse.rewriter.saved import site_diffs
 
     saved = _load(dump, pattern, layer)
+    if other is not None:
+        found = compare(saved.document, _load(other, pattern, layer).document)
+        console.emit(found if as_json else compare_text(found), output)
+        raise SystemExit(OK if found["same"] else MISSING)
     with _one_line():
         diffs = site_diffs(dump, saved)
     document = {"schema": saved.document["schema"], "diffs": diffs}

@@ -50,6 +50,8 @@ def emit(content: Any, output: Path | None) -> None:
         text = content if content.endswith("\n") else content + "\n"
     else:
         plain = output is not None or not sys.stdout.isatty()
+        # What is piped or written reads the same everywhere; a terminal's width and NO_COLOR are
+        # rich's to find out.
         console = Console(width=150 if plain else None, force_terminal=False if plain else None)
         with console.capture() as capture:
             for part in content:

@@ -7,17 +7,17 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from torch import fx
 
 from k3fuse.rewriter import guards as guard_engine
 from k3fuse.rewriter import safety
 from k3fuse.rewriter.edit import EditError, Editor
-from k3fuse.rewriter.graph_text import node_lines
 from k3fuse.rewriter.options import Options
 from k3fuse.rewriter.pattern import Pattern, load_patterns
 from k3fuse.rewriter.reasons import Code, Reason, Refusal
+from k3fuse.rewriter.record import Recorder, new_nodes
 from k3fuse.rewriter.report import Report
 from k3fuse.rewriter.site import NearMiss, Replacement, Site, absorb_views
 from k3fuse.rewriter.target import Target
@@ -25,6 +25,7 @@ from k3fuse.rewriter.verify import snapshot, verify
 from k3fuse.rewriter.view import GraphView
 
 Progress = Callable[[str], None]
+Phase = Callable[[str], AbstractContextManager[None]]
 
 _LAYER = re.compile(r"layers?[._](\d+)(?:[._]|$)")
 
@@ -42,7 +43,8 @@ def rewrite(
 ) -> Report:
     """Rewrite `module` in place and report. A graph without an accepted site is not touched.
 
-    texts: keep each site's text before and after (for dumps). recompile: see Editor.finish.
+    texts: keep each site before and after, model lines and bytes (for dumps and the page).
+    recompile: see Editor.finish.
     The graph must be a functional ATen graph with fake values in meta["val"].
     """
     with _no_garbage_collection():
@@ -110,13 +112,31 @@ def _rewrite(
     if consent is not None and (objection := consent(report)) is not None:
         for site in report.found:
             site.refuse(objection)
-    if not report.found or options.dry_run:
-        report.seconds = time.perf_counter() - start
-        return report
+    recorder = Recorder(report) if texts or options.dump_dir else None
+    if recorder is not None:
+        with phase("record"):
+            named = {n: x for n in view.nodes if (x := _layer_named(n)) is not None}
+            recorder.before(view, named)
+    made: dict[int, tuple[fx.Node, ...]] = {}
+    if report.found and not options.dry_run:
+        made = _apply(module, view, loaded, report, target, options, phase, recompile=recompile)
+    if recorder is not None:
+        with phase("record"):
+            recorder.after(made)
+    # A dump's own work is no part of the rewrite.
+    report.seconds = time.perf_counter() - start - report.phases.get("record", 0.0)
+    return report
+
+
+def _apply(
+    module: fx.GraphModule, view: GraphView, patterns: tuple[Pattern, ...], report: Report,
+    target: Target, options: Options, phase: Phase, *, recompile: bool,
+) -> dict[int, tuple[fx.Node, ...]]:  # fmt: skip
+    """Edit and verify; id of each rewritten site -> its new nodes."""
     with phase("edit"):
         before = snapshot(module.graph)
         editor = Editor(module)
-        _edit(editor, view, loaded, report, target, texts=texts or bool(options.dump_dir))
+        made = _edit(editor, view, patterns, report, target)
         if editor.events:
             editor.finish(recompile=recompile)
     with phase("verify"):
@@ -126,8 +146,7 @@ def _rewrite(
     report.events = Counter(e.kind for e in editor.events)
     report.nodes_after = len(module.graph.nodes)
     report.launches = launches(report)
-    report.seconds = time.perf_counter() - start
-    return report
+    return made
 
 
 def _match(view: GraphView, patterns: tuple[Pattern, ...], report: Report) -> None:
@@ -285,26 +304,27 @@ def _edit(
     patterns: tuple[Pattern, ...],
     report: Report,
     target: Target,
-    *,
-    texts: bool,
-) -> None:
+) -> dict[int, tuple[fx.Node, ...]]:
     """Replace every accepted site. All replacements are made before the first edit."""
     by_name = {p.name: p for p in patterns}
     planned: list[tuple[Site, Replacement]] = []
     for site in report.found:
-        site.before = "\n".join(node_lines(site.nodes)) if texts else ""
         try:
             planned.append((site, by_name[site.pattern].replacement(site, view, target)))
         except Refusal as refusal:
             site.refuse(refusal.reason)
+    made = {}
     for site, replacement in planned:
+        done = len(editor.events)
         try:
             call = editor.replace(site, replacement)
         except EditError as error:
             site.refuse(error.reason)
             continue
         site.new_node = call.name
-        site.after = "\n".join(node_lines([call, *call.users])) if texts else ""
+        inserted = [e.node for e in editor.events[done:] if e.kind == "inserted"]
+        made[id(site)] = new_nodes(call, inserted)
+    return made
 
 
 def source_line(node: fx.Node) -> str:

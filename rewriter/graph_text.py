@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -34,27 +34,28 @@ def value_text(value: Any) -> str:
     return f"Sym({value})" if isinstance(value, (torch.SymInt, int)) else "?"
 
 
-def _argument(value: Any) -> str:
+def _argument(value: Any, names: Mapping[fx.Node, str]) -> str:
     if isinstance(value, fx.Node):
-        return f"%{value.name}"
+        return f"%{names.get(value, value.name)}"
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_argument(v) for v in value) + "]"
+        return "[" + ", ".join(_argument(v, names) for v in value) + "]"
     if isinstance(value, str):
         # A composition is long; its length and digest say whether two sites carry the same one.
         return json.dumps(value) if len(value) < 60 else f"<text {len(value)} chars>"
     return str(value)
 
 
-def node_line(node: fx.Node) -> str:
-    """One line of a node."""
+def node_line(node: fx.Node, names: Mapping[fx.Node, str] | None = None) -> str:
+    """One line of a node. names: names to write instead of the graph's own."""
+    names = names or {}
     if node.op == "output":
-        return f"return {_argument(node.args[0])}"
+        return f"return {_argument(node.args[0], names)}"
+    name, value = names.get(node, node.name), value_text(node.meta.get("val"))
     if node.op != "call_function":
-        return f"%{node.name}: {value_text(node.meta.get('val'))} = {node.op} {node.target}"
-    args = [_argument(a) for a in node.args]
-    args += [f"{k}={_argument(v)}" for k, v in node.kwargs.items()]
-    value = value_text(node.meta.get("val"))
-    return f"%{node.name}: {value} = {target_name(node.target)}({', '.join(args)})"
+        return f"%{name}: {value} = {node.op} {node.target}"
+    args = [_argument(a, names) for a in node.args]
+    args += [f"{k}={_argument(v, names)}" for k, v in node.kwargs.items()]
+    return f"%{name}: {value} = {target_name(node.target)}({', '.join(args)})"
 
 
 def node_lines(nodes: Iterable[fx.Node]) -> list[str]:

@@ -237,6 +237,7 @@ class GuardResult:
         """Plain JSON types, stable keys."""
         return {
             "guard": self.guard.text,
+            "why": self.guard.why,
             "code": self.guard.code.value,
             "scope": self.guard.scope,
             "passed": self.passed,

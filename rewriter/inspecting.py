@@ -31,14 +31,19 @@ def inspect_source(
     layers: int | None = None,
     form: str = "",
     dump: Path | None = None,
+    record: bool = False,
     progress: sources.Progress = lambda _: None,
 ) -> dict[str, Any]:
     """Rewrite every graph of a source and return the report's document.
 
+    record: keep what the page shows (graph pieces, model lines, bytes), as a dump does.
+
     Raises SourceError, TargetError, GraphFileError or DumpError, each one line with the fix.
     """
     parsed = Target.parse(target)
-    graphs = sources.load(source, sources.SourceRequest(parsed, m, layers, form, progress))
+    record = record or dump is not None
+    request = sources.SourceRequest(parsed, m, layers, form, progress, lines=record)
+    graphs = sources.load(source, request)
     merged: Report | None = None
     for number, graph in enumerate(graphs, start=1):
         options = Options.make(
@@ -52,9 +57,7 @@ def inspect_source(
             }
         )
         before = graph_text(graph.module.graph) if dump is not None else ""
-        report = rewrite(
-            graph.module, options, source=graph.name, progress=progress, texts=dump is not None
-        )
+        report = rewrite(graph.module, options, source=graph.name, progress=progress, texts=record)
         report.notes += graph.notes
         if dump is not None:
             progress("write dump")
@@ -74,6 +77,8 @@ def merge(first: Report, second: Report) -> Report:
     first.nodes_after += second.nodes_after
     first.seconds += second.seconds
     first.events.update(second.events)
+    first.graphs.update(second.graphs)
+    first.layers += second.layers
     first.expected = dict(first.expected) or dict(second.expected)
     first.launches = launches(first)
     return first

@@ -17,6 +17,13 @@ class RankError(RuntimeError):
     """A rank did not report its sites in time."""
 
 
+def rank_and_world() -> tuple[int, int]:
+    """Rank and number of ranks of the default process group; (0, 1) where there is none."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return 0, 1
+    return dist.get_rank(), dist.get_world_size()
+
+
 def agree(site_hash: str, timeout: datetime.timedelta = TIMEOUT) -> list[int]:
     """Exchange site hashes; return the ranks that differ from rank 0 (empty: all agree).
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import platform
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import Any
 
 from k3fuse.rewriter.reasons import Code, Reason, without_node
 from k3fuse.rewriter.site import NearMiss, Site
 
-SCHEMA = "k3fuse.report/1"
+SCHEMA = "k3fuse.report/2"
 
 
 @dataclass
@@ -30,7 +32,9 @@ class Report:
     """Everything one rewrite did and did not do, with reasons.
 
     m: tokens in the step, an int or the text of a symbol with its range. seconds: wall time of the
-    rewrite (recognise, match, guard, edit, verify). nodes: before and after.
+    rewrite (recognise, match, guard, edit, verify). nodes: before and after. graphs: pieces of the
+    graph by key, for sites that were recorded; layers: computed bytes (costs.layer_costs). rank,
+    world: of the process that made the report.
     """
 
     source: str
@@ -52,6 +56,10 @@ class Report:
     notes: list[str] = field(default_factory=list)
     dump: str = ""
     plan: bool = False
+    graphs: dict[str, Any] = field(default_factory=dict)
+    layers: list[dict[str, Any]] = field(default_factory=list)
+    rank: int = 0
+    world: int = 1
 
     # --- counts -------------------------------------------------------------------------------
 
@@ -118,6 +126,12 @@ class Report:
             "validated": self.validated,
             "site_hash": self.site_hash(),
             "notes": self.notes,
+            "options": {name: str(value) for name, value in self.changed_options.items()},
+            "versions": versions(),
+            "rank": self.rank,
+            "world": self.world,
+            "layers": self.layers,
+            "graphs": self.graphs,
         }
 
     # --- summary ------------------------------------------------------------------------------
@@ -159,6 +173,15 @@ def grouped_reasons(rows: Iterable[tuple[str, str, str]]) -> list[str]:
     return [f"{n} x {code}  {pattern}: {text}" for (code, pattern, text), n in counts.most_common()]
 
 
+def versions() -> dict[str, str]:
+    """Versions that decide what a graph looks like."""
+    return {
+        "k3fuse": version("k3fuse"),
+        "torch": version("torch"),
+        "python": platform.python_version(),
+    }
+
+
 def site_json(site: Site) -> dict[str, Any]:
     """One site as plain JSON."""
     first = site.reasons[0] if site.reasons else None
@@ -172,6 +195,7 @@ def site_json(site: Site) -> dict[str, Any]:
         "kernel": site.kernel.name if site.kernel else None,
         "launches": site.kernel.launches if site.kernel else None,
         "policy": site.kernel.policy if site.kernel else None,
+        "built": dict(site.kernel.built) if site.kernel else {},
         "anchor": site.anchor.name,
         "nodes": len(site.nodes),
         "new_node": site.new_node,
@@ -179,6 +203,9 @@ def site_json(site: Site) -> dict[str, Any]:
         "guards": [g.to_json() for g in site.guards],
         "notes": list(site.notes),
         "source": site.source,
+        "frames": site.frames,
+        "lines": site.lines,
+        "pieces": site.pieces,
     }
 
 
@@ -193,6 +220,8 @@ def near_json(miss: NearMiss) -> dict[str, Any]:
         "reasons": [miss.reason.to_json()],
         "kernel": None,
         "anchor": miss.anchor.name,
+        "frames": miss.frames,
+        "pieces": miss.pieces,
     }
 
 

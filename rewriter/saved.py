@@ -86,6 +86,11 @@ class SavedReport:
         return {name: n for name, n in short.items() if n > 0}
 
 
+def rank_dumps(path: Path) -> list[Path]:
+    """The dumps of all ranks in a folder, rank 0 first; the path itself where it is one dump."""
+    return sorted(path.glob("rank_*")) or [path]
+
+
 def _expectation(path: Path, known: list[str]) -> dict[str, int]:
     try:
         wanted = json.loads(path.read_text())

@@ -58,12 +58,17 @@ class Replacement:
 
 @dataclass(frozen=True)
 class Kernel:
-    """The kernel that a policy picked. available: compiled for the target and usable now."""
+    """The kernel that a policy picked. available: compiled for the target and usable now.
+
+    built: what is known of the compiled kernel, by the names that `k3fuse kernels list` gives
+    (grid, block, cluster, registers, smem_bytes, ...); empty where none is built.
+    """
 
     name: str
     available: bool
     launches: int
     policy: str = ""
+    built: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
 @dataclass
@@ -74,6 +79,8 @@ class Site:
     operands: named operands for the pattern's replacement (nodes, lists of nodes, None).
     outputs: covered nodes that the rest of the graph may read. facts: the pattern's own record.
     outside_layers: the site belongs to no layer (the mix behind the last one).
+    before, after: texts; pieces: keys of the report's graph pieces, "before" and "after";
+    frames: model lines of the anchor, innermost last; lines: those of all its nodes.
     """
 
     pattern: str
@@ -95,6 +102,9 @@ class Site:
     before: str = ""
     after: str = ""
     source: str = ""
+    frames: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    pieces: dict[str, str] = field(default_factory=dict)
 
     def operand_nodes(self) -> list[fx.Node]:
         """All operand nodes, lists flattened, without repeats, in order."""
@@ -114,6 +124,8 @@ class NearMiss:
     anchor: fx.Node
     reason: Reason
     layer: int | None = None
+    frames: list[str] = field(default_factory=list)
+    pieces: dict[str, str] = field(default_factory=dict)
 
 
 def flatten_nodes(values: Any) -> list[fx.Node]:

@@ -36,13 +36,18 @@ class SourceGraph:
 
 @dataclass(frozen=True)
 class SourceRequest:
-    """What a built-in source is asked for. m is None for a symbolic count."""
+    """What a built-in source is asked for.
+
+    m is None for a symbolic count. lines: nodes shall know the model line that made them, which
+    takes half as long again.
+    """
 
     target: Target
     m: int | None
     layers: int | None = None
     form: str = ""
     progress: Progress = lambda _: None
+    lines: bool = False
 
 
 def built_in() -> dict[str, Any]:

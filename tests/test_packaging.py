@@ -31,6 +31,13 @@ def modules() -> list[Path]:
     return sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py"))
 
 
+def data_files() -> list[Path]:
+    """What the packages need beside Python: markers, the page, the schema, C sources."""
+    kinds = {".typed", ".j2", ".css", ".js", ".json", ".c"}
+    found = [p for folder in FOLDERS for p in (ROOT / folder).rglob("*") if p.is_file()]
+    return sorted(p for p in found if p.suffix in kinds and "__pycache__" not in p.parts)
+
+
 def run(code: str, *flags: str) -> str:
     done = subprocess.run(
         [sys.executable, *flags, "-c", code], capture_output=True, text=True, timeout=300
@@ -149,8 +156,8 @@ def test_a_wheel_holds_every_module(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     (wheel,) = tmp_path.glob("k3fuse-*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
+    assert {p.name for p in data_files()} >= {"py.typed", "page.js", "report.schema.json"}
     expected = {f"k3fuse/{p.relative_to(ROOT)}" for p in modules()}
-    expected |= {f"k3fuse/{folder}/py.typed" for folder in FOLDERS}
-    expected |= {f"k3fuse/{p.relative_to(ROOT)}" for f in FOLDERS for p in (ROOT / f).rglob("*.c")}
+    expected |= {f"k3fuse/{p.relative_to(ROOT)}" for p in data_files()}
     assert {n for n in names if n.startswith("k3fuse/")} == expected
     assert any(n.endswith("licenses/LICENSE") for n in names)

@@ -250,7 +250,7 @@ def test_a_damaged_graph_file(damage: str, tmp_path: Path) -> None:
 def test_a_damaged_dump(command: str, damage: str, dump: Path, tmp_path: Path) -> None:
     text = (dump / "summary.json").read_text()
     damaged = (
-        text.replace("k3fuse.report/1", "k3fuse.report/9") if damage == "schema" else text[:99]
+        text.replace("k3fuse.report/2", "k3fuse.report/9") if damage == "schema" else text[:99]
     )
     (tmp_path / "summary.json").write_text(damaged)
     assert "write the dump again" in one_line(call(command, tmp_path))
