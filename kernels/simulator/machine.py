@@ -1,7 +1,7 @@
 """The machine state of a group of CTAs, and one step of a set of lanes through it.
 
 A group is a run of whole clusters of one rank that advance together: every register is one numpy
-array over its lanes (or a single scalar when all lanes share it). Groups hold about 16 thousand
+array over its lanes (or a single scalar when all lanes share it). Groups hold about 24 thousand
 lanes, so that the arrays of a step stay in the cache of a CPU core.
 """
 
