@@ -7,9 +7,9 @@ takes. See docs/simulator.md.
 Modelled: integer, bit and float arithmetic, conversions to and from bf16, e4m3, e5m2, e2m1 and
 ue8m0, all memory spaces, divergence, named and cluster barriers, mbarriers, warp shuffles, votes
 and reductions, mma.sync and ldmatrix, atomics, cp.async, cp.async.bulk, st.async, distributed
-shared memory, and multimem stores. Not modelled yet: tcgen05, TMA tensor tiles, and data races
-(memory is sequentially consistent here). Anything not modelled raises UnsupportedPtxError, which
-names the instruction and its line.
+shared memory, and multimem stores. `races=True` checks for data races. Not modelled yet: tcgen05
+and TMA tensor tiles. Anything not modelled raises UnsupportedPtxError, which names the instruction
+and its line.
 """
 
 from k3fuse.kernels.simulator.counters import Bytes, SimReport
