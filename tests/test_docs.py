@@ -6,8 +6,11 @@ import importlib.util
 import re
 import runpy
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import click
 import pytest
@@ -134,6 +137,18 @@ def test_every_code_that_is_given_has_an_example() -> None:
         assert "```text\n" in (DOCS / "reasons" / f"{code}.md").read_text(), code
 
 
+@pytest.mark.parametrize("code", list(Code), ids=str)
+def test_every_code_has_a_fix_to_copy(code: Code) -> None:
+    """A section with a sentence, and a diff of model or command where the code is given today."""
+    text = (DOCS / "reasons" / f"{code}.md").read_text()
+    fix = text.partition("\n## Fix\n")[2].partition("\n<!-- generated: hint")[0]
+    assert len(fix.strip()) > 20
+    if "Reserved:" not in text:
+        changed = re.findall(r"```diff\n(.*?)```", fix, re.DOTALL)[0].splitlines()
+        assert {line[0] for line in changed} >= {"-", "+"}
+    assert f"Printed fix: {HINTS[code]}." in text
+
+
 def test_every_pattern_has_a_page() -> None:
     pages = {p.stem for p in (DOCS / "patterns").glob("*.md")}
     assert pages == {p.name for p in load_patterns()}
@@ -229,3 +244,85 @@ def test_the_pattern_example_runs(tmp_path: Path) -> None:
     }  # fmt: skip
     _, accepted = names["run"](rows=8)
     assert accepted["patterns"]["silu_mul"]["found"] == 1
+
+
+# --- the site -----------------------------------------------------------------------------------
+
+
+def build(folder: Path, out: Path) -> subprocess.CompletedProcess[str]:
+    """Run mkdocs as CI does; not quietly, which would hide warnings from --strict."""
+    return subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(out)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    done = build(ROOT, tmp_path / "site")
+    assert done.returncode == 0, done.stderr[-2000:]
+    made = {p.relative_to(tmp_path / "site").with_suffix("") for p in tmp_path.rglob("*.html")}
+    for page in DOCS.rglob("*.md"):
+        name = page.relative_to(DOCS).with_suffix("")
+        assert (name.parent / "index" if name.name == "README" else name) in made, page
+    assert (tmp_path / "site" / "img" / "report.png").is_file()
+    assert not (tmp_path / "site" / "generate.py").exists()
+
+
+@pytest.mark.parametrize("link", ["nowhere.md", "index.md#nothing"])
+def test_a_broken_link_stops_the_build(link: str, tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "nav.py").write_text((DOCS / "nav.py").read_text())
+    (tmp_path / "mkdocs.yml").write_text((ROOT / "mkdocs.yml").read_text())
+    (tmp_path / "docs" / "index.md").write_text("# Start\n")
+    assert build(tmp_path, tmp_path / "site").returncode == 0
+    (tmp_path / "docs" / "index.md").write_text(f"# Start\n\n[there]({link})\n")
+    assert build(tmp_path, tmp_path / "site").returncode == 1
+
+
+# --- docs/examples ------------------------------------------------------------------------------
+
+GRAPH = str(ROOT / "tests" / "data" / "vllm_k3" / "layer3_tp8_m8_opaque.json")
+
+
+def example_main(name: str) -> Any:
+    return runpy.run_path(str(DOCS / "examples" / f"{name}.py"))["main"]
+
+
+def test_every_example_is_listed_and_run() -> None:
+    scripts = {p.stem for p in (DOCS / "examples").glob("*.py")}
+    assert scripts == {
+        "page_of_a_graph",
+        "check_in_ci",
+        "what_a_target_changes",
+        "silu_mul_pattern",
+    }
+    listed = (DOCS / "examples" / "README.md").read_text()
+    assert all(f"]({name}.py)" in listed for name in scripts)
+
+
+def test_the_page_example(tmp_path: Path) -> None:
+    out = tmp_path / "report.html"
+    assert example_main("page_of_a_graph")(GRAPH, str(out)) == len(out.read_text())
+    assert "k3fuse.output_projection_attn_res" in out.read_text()
+
+
+def test_the_ci_example(capsys: pytest.CaptureFixture[str]) -> None:
+    main = example_main("check_in_ci")
+    assert main(GRAPH, "router=1", "experts=1") == 0
+    assert capsys.readouterr().out == "as expected\n"
+    assert main(GRAPH, "router=2") == 1
+    assert capsys.readouterr().out == "router: 1 of 2; nothing like it\n"
+
+
+def test_the_target_example() -> None:
+    text = example_main("what_a_target_changes")(GRAPH, "gb300:tp8", "gb300:tp16")
+    assert "target: gb300:tp8 -> gb300:tp16" in text
+    assert "GROUP_MISMATCH" in text
+
+
+def test_the_pattern_example_is_the_file_in_the_docs() -> None:
+    text = (DOCS / "examples" / "silu_mul_pattern.py").read_text()
+    assert text.partition('"""\n\n')[2] == example(DOCS / "writing_a_pattern.md")
