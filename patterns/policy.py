@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from k3fuse.kernels.common.policy import MAX_M, Row, Table
 from k3fuse.patterns.symbols import M
+from k3fuse.patterns.workbench import facts
 from k3fuse.rewriter.site import Kernel, Site
 from k3fuse.rewriter.target import Target
 
@@ -23,8 +24,11 @@ def pick(table: Table, site: Site, target: Target) -> Kernel | None:
         return (
             None
             if row is None
-            else Kernel(_name(row), row.kernel is not None, row.launches, _span(row))
-        )
+            else Kernel(
+                _name(row), row.kernel is not None, row.launches, _span(row),
+                facts(table.op, site, target),
+            )
+        )  # fmt: skip
     name = ", ".join(f"{_name(r)}<={r.m_max}" for r in rows) if len(rows) > 1 else _name(rows[0])
     available = all(r.kernel is not None for r in rows)
     return Kernel(name, available, rows[0].launches, f"decided at run time, stock above M={MAX_M}")

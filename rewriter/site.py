@@ -60,15 +60,15 @@ class Replacement:
 class Kernel:
     """The kernel that a policy picked. available: compiled for the target and usable now.
 
-    built: what is known of the compiled kernel, by the names that `k3fuse kernels list` gives
-    (grid, block, cluster, registers, smem_bytes, ...); empty where none is built.
+    built: variant -> what the workbench knows of it, by the names that `k3fuse kernels list` gives
+    (grid, block, cluster; registers, spill_bytes, smem_bytes where it was compiled here).
     """
 
     name: str
     available: bool
     launches: int
     policy: str = ""
-    built: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    built: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, compare=False)
 
 
 @dataclass

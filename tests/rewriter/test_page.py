@@ -235,11 +235,12 @@ def test_guards_show_expected_and_actual() -> None:
 
 def test_a_built_kernel_shows_its_launch() -> None:
     report = small()
-    report["sites"][0]["built"] = {"grid": [148, 1, 1], "registers": 96, "smem_bytes": 65536}
+    row = {"grid": [149, 1, 1], "cluster": [7, 1, 1], "registers": 96, "smem_bytes": 65536}
+    report["sites"][0]["built"] = {"fused_m8": row}
     text = words(tree(page(report)))
-    for part in ("148 × 1 × 1", "registers 96", "smem bytes 65536"):
+    for part in ("fused_m8", "grid 149 × 1 × 1", "registers 96", "smem bytes 65536"):
         assert part in text
-    assert "148" not in words(tree(page(small())))
+    assert "149 × 1" not in words(tree(page(small())))
 
 
 def test_bytes_are_labelled_as_computed() -> None:
