@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,12 @@ class SavedReport:
     def load(cls, path: Path) -> SavedReport:
         """Read a dump folder's summary.json, or a report file.
 
+        A folder with graph_001, graph_002, ... is one report of all its graphs.
         Raises SavedError for what is missing, truncated or of another schema version.
         """
+        parts = sorted(path.glob("graph_*")) if not (path / "summary.json").exists() else []
+        if parts:
+            return cls(_together([cls.load(part).document for part in parts]))
         file = path / "summary.json" if path.is_dir() else path
         if not file.is_file():
             raise SavedError(
@@ -86,6 +91,29 @@ class SavedReport:
         return {name: n for name, n in short.items() if n > 0}
 
 
+def _together(documents: list[dict[str, Any]]) -> dict[str, Any]:
+    """One document of several graphs: sites, counts, nodes and seconds added up."""
+    merged = copy.deepcopy(documents[0])
+    for other in documents[1:]:
+        for name in ("sites", "layers"):
+            merged[name] += other[name]
+        merged["notes"] += [n for n in other["notes"] if n not in merged["notes"]]
+        merged["graphs"].update(other["graphs"])
+        merged["seconds"] = round(merged["seconds"] + other["seconds"], 4)
+        for name in ("nodes", "events", "phases"):
+            for key, value in other[name].items():
+                merged[name][key] = round(merged[name].get(key, 0) + value, 4)
+        for pattern, count in other["patterns"].items():
+            mine = merged["patterns"].setdefault(pattern, dict.fromkeys(count, 0))
+            for key in ("found", "near", "refused"):
+                mine[key] += count[key]
+            mine["expected"] = count["expected"] if mine["expected"] is None else mine["expected"]
+    if len(documents) > 1:
+        digests = "\n".join(d["site_hash"] for d in documents)
+        merged["site_hash"] = hashlib.sha256(digests.encode()).hexdigest()[:16]
+    return merged
+
+
 def rank_dumps(path: Path) -> list[Path]:
     """The dumps of all ranks in a folder, rank 0 first; the path itself where it is one dump."""
     return sorted(path.glob("rank_*")) or [path]
@@ -113,7 +141,8 @@ def site_diffs(path: Path, saved: SavedReport) -> list[dict[str, Any]]:
     folder = path / "sites"
     if not folder.is_dir():
         raise SavedError(
-            f"{str(path)!r} is no dump folder, so it has no graph texts; inspect with --dump"
+            f"{str(path)!r} is no dump folder of one graph, so it has no graph texts; "
+            "inspect with --dump, or name one of its graph_001, graph_002, ..."
         )
     found = []
     for site in saved.sites:
