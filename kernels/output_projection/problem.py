@@ -74,6 +74,7 @@ class Problem:
     boxes: list[Tensor]
     out: list[Tensor] = field(default_factory=list)
     new_prefix: list[Tensor] = field(default_factory=list)
+    arch: str = "sm_103a"
 
     def __post_init__(self) -> None:
         for rows in (self.out, self.new_prefix):
@@ -114,12 +115,14 @@ class Problem:
         """Every parameter of every stage by name, for one rank."""
         k = self.config.k
         found: dict[str, Value] = {
-            **self._copies[rank], "x": self.x[rank], "weight": self.weight[rank],
+            **self._copies[rank],
             "out": Fresh(self.out[rank]), "new_prefix": Fresh(self.new_prefix[rank]),
             "mailbox": self.boxes[rank], "multicast": Multicast(tuple(self.boxes)),
             "m": self.m, "rank": rank, "x_pitch": k, "prefix_pitch": HIDDEN,
             "block_pitch": HIDDEN, "eps": bits(EPS), "out_eps": bits(OUT_EPS),
         }  # fmt: skip
+        if self.x:
+            found |= {"x": self.x[rank], "weight": self.weight[rank]}
         for owner, box in enumerate(self.boxes):
             found[f"mailbox{owner}"] = Owned(box, owner)
         return found
@@ -156,30 +159,79 @@ class Problem:
                 found["out_norm"] = tp * row
         return found
 
+    def deliver(self, partials: Sequence[Tensor]) -> None:
+        """Put partials [m, HIDDEN] of all ranks where the first call's publishers would.
+
+        Words are stored as they are; the call is counted, as a producer does.
+        """
+        config, layout = self.config, self.config.box
+        for owner, box in enumerate(self.boxes):
+            for rank, partial in enumerate(partials):
+                words = partial.contiguous().view(torch.int32)
+                width = words.shape[1]
+                if config.two_shot:
+                    width //= config.tp
+                    words = words[:, owner * width : (owner + 1) * width]
+                    start = layout.receive + rank * layout.max_m * layout.part
+                else:
+                    start = layout.slot(0, rank)
+                box[start // 4 : start // 4 + self.m * width] = words.reshape(-1)
+            box[layout.control // 4 : layout.error // 4] = 1
+
+    def random_partials(self, seed: int) -> list[Tensor]:
+        """Partials of all ranks without a projection; no word is the sentinel."""
+        generator = torch.Generator().manual_seed(seed)
+        scale = self.config.tp**-0.5
+        return [
+            (torch.randn(self.m, HIDDEN, generator=generator) * scale).to(BF16)
+            for _ in range(self.config.tp)
+        ]
+
+    def unequal(self) -> str:
+        """One line where two ranks hold different bits, "" where all are equal."""
+        for name, rows in (("out", self.out), ("new_prefix", self.new_prefix)):
+            for rank, row in enumerate(rows):
+                if not torch.equal(row.view(torch.int16), rows[0].view(torch.int16)):
+                    return f"{name} of rank {rank} differs from rank 0's"
+        return ""
+
     def disarmed(self) -> str:
         """See `disarmed`."""
         return disarmed(self.config.box, self.boxes)
 
 
-def make(config: Config, m: int, seed: int = 0, boxes: Sequence[Tensor] | None = None) -> Problem:
-    """Random inputs: x and sources about 1, the all-reduced row too. boxes: armed ones to use."""
+def make(
+    config: Config,
+    m: int,
+    seed: int = 0,
+    boxes: Sequence[Tensor] | None = None,
+    *,
+    arch: str = "sm_103a",
+    project: bool = True,
+) -> Problem:
+    """Random inputs: x and sources about 1, the all-reduced row too.
+
+    boxes: armed ones to use. project False: there is no x and weight, for the consumer alone.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(*shape, generator=generator) * scale).to(BF16)
 
-    base = normal(HIDDEN, config.k, scale=(config.k * config.tp) ** -0.5)
+    ranks = config.tp if project else 0
+    base = normal(HIDDEN if project else 1, config.k, scale=(config.k * config.tp) ** -0.5)
     return Problem(
         config,
         m,
-        [normal(m, config.k) for _ in range(config.tp)],
-        [base.roll((31 * rank, rank), (0, 1)) for rank in range(config.tp)],
+        [normal(m, config.k) for _ in range(ranks)],
+        [base.roll((31 * rank, rank), (0, 1)) for rank in range(ranks)],
         normal(m, HIDDEN),
         [normal(m, HIDDEN, scale=1 + 0.1 * i) for i in range(max(config.blocks, 0))],
         normal(HIDDEN),
         normal(HIDDEN, scale=0.05),
         normal(HIDDEN),
         list(boxes) if boxes is not None else mailboxes(config.box, config.tp),
+        arch=arch,
     )
 
 
