@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 TESTS = Path(__file__).parent
@@ -18,3 +19,16 @@ for name in [n for n in os.environ if n.startswith("K3FUSE_")]:
     del os.environ[name]
 
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--nightly", action="store_true", help="run the wide matrices too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--nightly"):
+        return
+    skip = pytest.mark.skip(reason="nightly; run with --nightly")
+    for item in items:
+        if "nightly" in item.keywords:
+            item.add_marker(skip)

@@ -80,7 +80,7 @@ def consumer_step(target: CheckTarget, two_shot: bool, seed: int) -> Step:
     kernel = variants(target.tp, 1, tuning, fused=False, arch=target.arch)[-1]
     problem = make(config_of(kernel), 1, seed, arch=target.arch, project=False)
     partials = problem.random_partials(seed)
-    problem.deliver(partials)
+    problem.deliver(dict(enumerate(partials)))
     out, new_prefix = problem.expected(partials)
     band = tolerance(BF16, problem.config.k, ROUNDINGS)
     outputs = []

@@ -17,7 +17,7 @@ from k3fuse.kernels.attn_res.reference import attn_res
 from k3fuse.kernels.build.variant import Variant
 from k3fuse.kernels.check.run import Launch, Value
 from k3fuse.kernels.common.collective import ordered_sum
-from k3fuse.kernels.common.mailbox import HIDDEN, SENTINEL, Mailbox
+from k3fuse.kernels.common.mailbox import HIDDEN, PARITIES, SENTINEL, Mailbox
 from k3fuse.kernels.common.numerics import rms_norm
 from k3fuse.kernels.output_projection.builder import BUILDER, config_of
 from k3fuse.kernels.output_projection.config import CONSUMER, FUSED, PRODUCER, Config
@@ -159,24 +159,27 @@ class Problem:
                 found["out_norm"] = tp * row
         return found
 
-    def deliver(self, partials: Sequence[Tensor]) -> None:
-        """Put partials [m, HIDDEN] of all ranks where the first call's publishers would.
+    def deliver(self, partials: Mapping[int, Tensor], call: int = 0, count: bool = True) -> None:
+        """Put partials [m, HIDDEN] by rank where call number `call` would publish them.
 
-        Words are stored as they are; the call is counted, as a producer does.
+        Words are stored as they are. count: the call is counted too, as a producer does.
         """
         config, layout = self.config, self.config.box
+        parity = call % PARITIES
         for owner, box in enumerate(self.boxes):
-            for rank, partial in enumerate(partials):
+            for rank, partial in partials.items():
                 words = partial.contiguous().view(torch.int32)
                 width = words.shape[1]
                 if config.two_shot:
                     width //= config.tp
                     words = words[:, owner * width : (owner + 1) * width]
-                    start = layout.receive + rank * layout.max_m * layout.part
+                    start = layout.receive + parity * layout.receive_parity
+                    start += rank * layout.max_m * layout.part
                 else:
-                    start = layout.slot(0, rank)
+                    start = layout.slot(parity, rank)
                 box[start // 4 : start // 4 + self.m * width] = words.reshape(-1)
-            box[layout.control // 4 : layout.error // 4] = 1
+            if count:
+                box[layout.control // 4 : layout.error // 4] = call + 1
 
     def random_partials(self, seed: int) -> list[Tensor]:
         """Partials of all ranks without a projection; no word is the sentinel."""
