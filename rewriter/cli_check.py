@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from k3fuse.kernels.check import CaseResult
 
 SCHEMA = "k3fuse.kernels-check/1"
-_VERDICTS = {True: "passed", False: "FAILED", None: "not asked"}
 
 
 @click.command()
@@ -112,8 +111,10 @@ def _parts(result: CaseResult, title: str) -> list[Any]:
         gates.add_column(name)
     gates.add_column("seconds", justify="right")
     for gate in result.gates:
-        gates.add_row(gate.name, _VERDICTS[gate.passed], gate.detail, f"{gate.seconds:.1f}")
-    failed = [g.name for g in result.gates if g.passed is False]
+        gates.add_row(
+            gate.name, "passed" if gate.passed else "FAILED", gate.detail, f"{gate.seconds:.1f}"
+        )
+    failed = [g.name for g in result.gates if not g.passed]
     verdict = f"FAILED: {', '.join(failed)}" if failed else "passed"
     return [title, table, "", gates, "", verdict]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +18,7 @@ class Call:
     params: Sequence[Sequence[Any]]
 
 
-# A simulator without a race checker still runs everything else; reports then say "not checked".
-HAS_RACES = "races" in inspect.signature(simulate_sequence).parameters
-
-# What the race checker found, or None where it did not run.
+# What the race checker found, or None where it was not asked.
 Races = tuple[str, ...] | None
 
 
@@ -52,6 +48,5 @@ def execute(
         )
         for place, call in enumerate(calls)
     ]
-    options: dict[str, Any] = {"races": True} if races and HAS_RACES else {}
-    report = simulate_sequence(launches, ranks=len(calls[0].params), seed=seed, **options)
-    return report, tuple(map(str, getattr(report, "races", ()))) if options else None
+    report = simulate_sequence(launches, ranks=len(calls[0].params), seed=seed, races=races)
+    return report, tuple(map(str, report.races)) if races else None

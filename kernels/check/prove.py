@@ -14,7 +14,6 @@ from k3fuse.kernels.build.residency import Member, co_residency
 from k3fuse.kernels.build.resources import Occupancy, occupancy
 from k3fuse.kernels.build.variant import Variant
 from k3fuse.kernels.check.case import Case, CheckTarget, Step
-from k3fuse.kernels.check.engine import HAS_RACES
 from k3fuse.kernels.check.report import SequenceReport
 from k3fuse.kernels.check.run import run_sequence
 from k3fuse.kernels.common.tolerances import Comparison, compare
@@ -27,10 +26,10 @@ RACE_SEEDS = (None, 1)  # schedules that the race checker looks at: the fair one
 
 @dataclass(frozen=True)
 class Gate:
-    """One part of the proof. passed: None where it could not be asked; detail says why."""
+    """One part of the proof: its verdict, and what it rests on or what is wrong."""
 
     name: str
-    passed: bool | None
+    passed: bool
     detail: str
     seconds: float
 
@@ -41,7 +40,7 @@ class CaseResult:
 
     built: its kernels in stream order. fair: the run under the fair schedule, None where it failed.
     worst: the output nearest to (or furthest over) its tolerance, and that tolerance at its largest
-    element. races: found by the checker, None where it did not run.
+    element. races: found by the checker, None where there was nothing to run.
     """
 
     case: Case = field(repr=False)
@@ -55,8 +54,8 @@ class CaseResult:
 
     @property
     def passed(self) -> bool:
-        """No gate failed; one that could not be asked does not count."""
-        return all(gate.passed is not False for gate in self.gates)
+        """No gate failed; those that come after a failed build or run are not there."""
+        return all(gate.passed for gate in self.gates)
 
     def to_json(self) -> list[dict[str, Any]]:
         """One object a kernel, with the keys of the command contract; `gates` are of the case."""
@@ -145,11 +144,12 @@ class _Proof:
         if ran:
             self._gate("garbage", lambda: self._garbage(first))
             self._gate("protocol", self._protocol)
-        # Also where the numbers are wrong: a race may be why.
-        if self.built and HAS_RACES:
-            self._gate("races", self._race)
-        elif self.built:
-            self.gates.append(Gate("races", None, "this simulator has no race checker", 0.0))
+        if self.built:
+            # Also where the numbers are wrong: a race may be why. What only breaks off once more,
+            # as an earlier gate did, says nothing new.
+            failed = not all(gate.passed for gate in self.gates)
+            if not self._gate("races", self._race) and failed and not self.races:
+                del self.gates[-1]
         return CaseResult(
             self.case, self.target, self.seeds, tuple(self.gates), self.built, self.fair,
             self.worst, self.races,
@@ -267,22 +267,25 @@ class _Proof:
         return f"{self.seeds} random schedules of {ctas} CTAs a rank, late and torn copies"
 
     def _race(self) -> str:
-        make, found, ctas = self.case.small or self.case.step, [], 0
+        make, ctas = self.case.small or self.case.step, 0
+        found: dict[str, None] = {}
+        broken: SimulationError | None = None
         for seed in RACE_SEEDS:
             self._step(f"races, schedule {'fair' if seed is None else seed}")
             try:
                 report = run_sequence(make(0).launches, seed=seed, races=True, cache=self.cache)
             except SimulationError as error:
-                # A run that breaks off carries the races found before, which may be why.
-                seen = tuple(map(str, getattr(error, "races", ())))
-                if not seen:
-                    raise
+                broken = broken or error  # it carries the races found before, which may be why
+                found.update(dict.fromkeys(map(str, error.races)))
             else:
-                seen, ctas = report.races or (), _ctas(report)
-            found += [race for race in seen if race not in found]
+                ctas = _ctas(report)
+                found.update(dict.fromkeys(report.races or ()))
+        if broken is not None and not found:
+            raise broken
         self.races = tuple(found)
         if found:
-            raise _Failed(f"{len(found)} race{'s' * (len(found) > 1)}, the first: {found[0]}")
+            count = f"{len(found)} race{'s' * (len(found) > 1)}"
+            raise _Failed(f"{count}, the first: {self.races[0]}")
         return f"none in {len(RACE_SEEDS)} schedules of {ctas} CTAs a rank"
 
 

@@ -40,7 +40,7 @@ class RunReport:
     their owners pass them.
     needed: bytes each parameter has to move at least, where the caller stated it.
     outputs: for each rank the tensors that were written to, by parameter name (those passed in).
-    races: what the race checker found, None where it did not run or other launches ran, too.
+    races: what the race checker found, None where it was not asked or other launches ran, too.
     """
 
     built: Built = field(repr=False)
@@ -168,7 +168,7 @@ class RunReport:
 class SequenceReport:
     """The launches of one step, in stream order.
 
-    sim: totals and the timeline. races: of the whole step, None where the checker did not run.
+    sim: totals and the timeline. races: of the whole step, None where the checker was not asked.
     """
 
     reports: tuple[RunReport, ...]
@@ -188,6 +188,7 @@ class SequenceReport:
                 for (rank, launch), (begun, ended) in sorted(self.sim.timeline.items())
             ],
             "races": None if self.races is None else list(self.races),
+            "notes": list(self.sim.notes),
             "rounds": self.sim.rounds,
             "seconds": round(self.sim.seconds, 3),
         }
@@ -203,6 +204,8 @@ class SequenceReport:
             )
             for line in self.races or ():
                 yield f"  race: {line}"
+        for note in self.sim.notes:
+            yield f"  note: {note}"
 
     def __str__(self) -> str:
         return plain(self)

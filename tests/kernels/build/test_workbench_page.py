@@ -16,7 +16,6 @@ from click.testing import CliRunner
 from k3fuse.kernels.build import packed
 from k3fuse.kernels.build.launch import Launcher
 from k3fuse.kernels.build.resources import find_tool
-from k3fuse.kernels.check.engine import HAS_RACES
 from k3fuse.rewriter.cli import main
 from workbench_cases import STORED, FakeDriver
 
@@ -39,9 +38,8 @@ def printed(command: str) -> str:
 def masked(text: str) -> str:
     # The packed file holds hashes of the sources, so its size varies by a few bytes.
     text = re.sub(r"(kernels), \d+ bytes", r"\1, N bytes", text.rstrip())
-    # Seconds at the end of a line; the race checker's line where there is none.
-    text = re.sub(r" +\d+\.\d$", "", text, flags=re.M)
-    return text if HAS_RACES else re.sub(r"^races .*\n", "", text, flags=re.M)
+    # Seconds at the end of a line.
+    return re.sub(r" +\d+\.\d$", "", text, flags=re.M)
 
 
 def test_the_output_on_the_page_is_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,7 @@ EXCHANGE = """
   add.s64 %d0, %p0, %b4;
   ld.global.f32 %f0, [%d0];
   add.s64 %d1, %p2, %b4;
-  st.relaxed.sys.global.f32 [%d1], %f0;
+  st.global.f32 [%d1], %f0;
   bar.sync 0;
   setp.ne.u32 %q0, %t, 0;
   @%q0 bra JOIN;
@@ -107,7 +107,7 @@ POLL:
 JOIN:
   bar.sync 0;
   add.s64 %d2, %p1, %b4;
-  ld.relaxed.sys.global.f32 %f1, [%d2];
+  ld.global.f32 %f1, [%d2];
   add.f32 %f2, %f0, %f1;
   add.s64 %d3, %p5, %b4;
   st.global.f32 [%d3], %f2;
@@ -115,6 +115,9 @@ JOIN:
 EXCHANGE_NAMES = "x inbox peer_inbox flag peer_flag y"
 FIRST_BARRIER = "[%d1], %f0;\n  bar.sync 0;", "[%d1], %f0;"
 SECOND_BARRIER = "JOIN:\n  bar.sync 0;", "JOIN:"
+NO_RELEASE = "st.release.sys", "st.relaxed.sys"
+NO_ACQUIRE = "ld.acquire.sys", "ld.relaxed.sys"
+WRONG_SCOPE = "st.release.sys", "st.release.gpu"
 NO_REARM = "st.relaxed.sys.global.u32 [%p3], %r2;", ""
 NEVER_RAISED = "st.release.sys.global.u32 [%p4], %r0;", ""
 

@@ -11,27 +11,25 @@ from hand_kernels import (
     FIRST_BARRIER,
     GB300,
     NEVER_RAISED,
+    NO_ACQUIRE,
     NO_REARM,
+    NO_RELEASE,
     SECOND_BARRIER,
+    WRONG_SCOPE,
     double,
     double_case,
     exchange_case,
 )
-from k3fuse.kernels.check import Case, CaseResult, CheckTarget, check_case
-from k3fuse.kernels.check.engine import HAS_RACES
+from k3fuse.kernels.check import Case, CheckTarget, check_case
 from k3fuse.kernels.common.tolerances import Tolerance, compare, tolerance
-
-
-def verdicts(result: CaseResult) -> dict[str, bool | None]:
-    return {gate.name: gate.passed for gate in result.gates}
 
 
 def failed(case: Case, *gates: str) -> str:
     """The detail of the first of the gates, which alone must have failed."""
     result = check_case(case, GB300)
     assert not result.passed
-    wrong = [g for g in result.gates if g.passed is False]
-    assert {g.name for g in wrong} - {"races"} == set(gates)
+    wrong = [g for g in result.gates if not g.passed]
+    assert [g.name for g in wrong] == list(gates)
     return wrong[0].detail
 
 
@@ -40,13 +38,11 @@ def test_a_right_kernel_passes(case: Case) -> None:
     seen: list[tuple[str, int, int]] = []
     result = check_case(case, GB300, progress=lambda *step: seen.append(step))
     assert result.passed
-    expected: dict[str, bool | None] = dict.fromkeys(
-        ("build", "resources", "numerics", "garbage", "protocol"), True
-    )
-    assert verdicts(result) == {**expected, "races": True if HAS_RACES else None}
-    assert result.races == (() if HAS_RACES else None)
+    gates = ("build", "resources", "numerics", "garbage", "protocol", "races")
+    assert {gate.name: gate.passed for gate in result.gates} == dict.fromkeys(gates, True)
+    assert result.races == ()
     assert [done for _, done, _ in seen] == list(range(len(seen)))
-    assert len(seen) == seen[0][2] - (0 if HAS_RACES else 2)
+    assert len(seen) == seen[0][2]
     (row,) = result.to_json()
     assert row["passed"] is True
     assert (row["registers"], row["spill_bytes"], row["seeds"]) == (32, 0, 5)
@@ -78,9 +74,20 @@ def test_a_missing_store_is_a_wrong_number() -> None:
 
 def test_missing_barriers_are_found() -> None:
     """The first one shows under random schedules only; without the other, warps read too early."""
-    for change, gate in ((FIRST_BARRIER, "protocol"), (SECOND_BARRIER, "numerics")):
-        detail = failed(exchange_case(change), gate)
-        assert "of buffer 'inbox' of rank 0 (256 bytes) before anyone wrote it" in detail
+    early = "of buffer 'inbox' of rank 0 (256 bytes) before anyone wrote it"
+    assert early in failed(exchange_case(FIRST_BARRIER), "protocol", "races")
+    assert early in failed(exchange_case(SECOND_BARRIER), "numerics", "races")
+
+
+@pytest.mark.parametrize("change", [NO_RELEASE, NO_ACQUIRE, WRONG_SCOPE], ids=str)
+def test_what_memory_order_breaks_is_a_race(change: tuple[str, str]) -> None:
+    """No schedule shows it: the simulated memory is sequentially consistent."""
+    result = check_case(exchange_case(change), GB300)
+    assert [g.name for g in result.gates if not g.passed] == ["races"]
+    assert result.races is not None
+    place = "'flag'" if change is WRONG_SCOPE else "inbox'"
+    assert any(place in race for race in result.races)
+    assert result.to_json()[0]["races"] == len(result.races) >= 1
 
 
 def test_a_flag_that_stays_up_breaks_the_invariant() -> None:
