@@ -67,7 +67,9 @@ def check(
     passed = all(r.passed for r in results)
     document["kernels"] = [row for result in results for row in result.to_json()]
     document["passed"] = passed
-    parts = [x for result in results for x in _parts(result, f"{op} for {target}, M = {m}")]
+    parts: list[Any] = []
+    for result in results:
+        parts += [*([""] if parts else []), *_parts(result, f"{op} for {target}, M = {m}")]
     console.emit(document if as_json else parts, output)
     raise SystemExit(OK if passed else MISSING)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 
 from k3fuse.kernels.build.errors import VariantError
+from k3fuse.kernels.build.variant import BUILDERS
 from k3fuse.kernels.check.case import Case, CheckTarget
 from k3fuse.kernels.common.policy import MAX_M
 from k3fuse.kernels.common.registry import OPS
@@ -19,7 +20,7 @@ WORKBENCH = {"workbench_gemv": "k3fuse.kernels.check.workbench_gemv:cases"}
 
 
 class NoKernelError(ValueError):
-    """The op has no kernel for the target yet; the text names the one its policy plans."""
+    """The op has no kernel for the target yet, or no case; the text names what is planned."""
 
 
 def known() -> tuple[str, ...]:
@@ -45,6 +46,11 @@ def cases_of(op: str, target: CheckTarget, m: int) -> tuple[Case, ...]:
         raise VariantError(f"{op}: m={m} is outside the policy of {target.name}; use 1 to {MAX_M}")
     module = f"k3fuse.kernels.{op}.cases"
     found = _function(f"{module}:cases")(target, m) if find_spec(module) is not None else ()
+    if not found and op in BUILDERS:
+        raise NoKernelError(
+            f"{op} has a kernel but no case for {target.name} at M = {m}; write it in "
+            f"kernels/{op}/cases.py"
+        )
     if not found:
         launches = "1 launch" if row.launches == 1 else f"{row.launches} launches"
         raise NoKernelError(
