@@ -8,9 +8,11 @@ that the builder states; the host code is a second, independent source to check 
 from __future__ import annotations
 
 import re
+import struct
 from dataclasses import dataclass
 
 from k3fuse.kernels.build.variant import Dim3
+from k3fuse.kernels.common.tensor_map import TileMap
 
 _CONSTANT = re.compile(r"(%\w+) = llvm\.mlir\.constant\((-?\d+) : i(?:32|64)\)")
 _STORE = re.compile(r"llvm\.store (%\w+), (%\w+) : i(?:32|64)")
@@ -24,6 +26,11 @@ _ATTRIBUTE = "struct<(i32, array<4 x i8>, array<64 x i8>)>"
 _DIMENSIONS = "struct<(i32, i32, i32)>"
 # CUlaunchAttributeID of cuda.h.
 _CLUSTER, _PDL = 4, 6
+
+
+_MAP_PLACE = re.compile(
+    r"(%\w+) = llvm\.getelementptr (%\w+)\[0, (\d+)\] : .*-> !llvm\.ptr, !llvm\.array<16 x i64>"
+)
 
 
 @dataclass(frozen=True)
@@ -74,3 +81,33 @@ def launch_of(text: str) -> HostLaunch | None:
         except KeyError:
             continue
     return None
+
+
+def tensor_maps_of(text: str) -> list[TileMap | None]:
+    """Return the tensor maps that the host code fills in, in the order of the kernel's parameters.
+
+    None where a word other than the address is not constant, or the map is not understood.
+    """
+    for function in re.split(r"^\s*llvm\.func ", text, flags=re.M)[1:]:
+        constants = {n: int(v) for n, v in _CONSTANT.findall(function)}
+        places = {n: (base, int(i)) for n, base, i in _MAP_PLACE.findall(function)}
+        words: dict[str, dict[int, int | None]] = {}
+        for value, place in _STORE.findall(function):
+            if place in places:
+                base, i = places[place]
+                words.setdefault(base, {})[i] = constants.get(value)
+        if words:
+            return [_map_of(found) for found in words.values()]
+    return []
+
+
+def _map_of(words: dict[int, int | None]) -> TileMap | None:
+    """The map of the constant words 1 to 7; the address, word 0, is not known when compiling."""
+    values = [words.get(i) for i in range(1, 8)]
+    known = [value & (1 << 64) - 1 for value in values if value is not None]
+    if len(known) != len(values):
+        return None
+    try:
+        return TileMap.decode(struct.pack("<16Q", 0, *known, *[0] * 8))[1]
+    except ValueError:
+        return None
