@@ -7,9 +7,9 @@ takes. See docs/simulator.md.
 Modelled: integer, bit and float arithmetic, conversions to and from bf16, e4m3, e5m2, e2m1 and
 ue8m0, all memory spaces, divergence, named and cluster barriers, mbarriers, warp shuffles, votes
 and reductions, mma.sync and ldmatrix, atomics, cp.async, cp.async.bulk, st.async, distributed
-shared memory, and multimem stores. `races=True` checks for data races. Not modelled yet: tcgen05
-and TMA tensor tiles. Anything not modelled raises UnsupportedPtxError, which names the instruction
-and its line.
+shared memory, multimem, TMA tiles, and tcgen05 on one CTA. `races=True` checks for data races. Not
+modelled: tcgen05 on CTA pairs and wgmma. Anything not modelled raises UnsupportedPtxError, which
+names the instruction and its line.
 """
 
 from k3fuse.kernels.simulator.counters import Bytes, SimReport
@@ -20,6 +20,7 @@ from k3fuse.kernels.simulator.errors import (
     OverlapError,
     PtxSyntaxError,
     SimulationError,
+    TensorMemoryError,
     UnsupportedPtxError,
 )
 from k3fuse.kernels.simulator.grids import Observer
@@ -27,6 +28,7 @@ from k3fuse.kernels.simulator.launch import simulate
 from k3fuse.kernels.simulator.placement import Fresh, Multicast, Owned, Parameter
 from k3fuse.kernels.simulator.race_report import Access, Race
 from k3fuse.kernels.simulator.sequence import Launch, SequenceReport, simulate_sequence
+from k3fuse.kernels.simulator.tensor_map import TensorMap
 
 __all__ = [
     "Access",
@@ -46,6 +48,8 @@ __all__ = [
     "SequenceReport",
     "SimReport",
     "SimulationError",
+    "TensorMap",
+    "TensorMemoryError",
     "UnsupportedPtxError",
     "simulate",
     "simulate_sequence",

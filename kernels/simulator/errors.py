@@ -45,5 +45,9 @@ class OverlapError(SimulationError):
     """A grid touches what an earlier one of its rank, perhaps unfinished, reads or writes."""
 
 
+class TensorMemoryError(SimulationError):
+    """Tensor memory that is not allocated, not written, or not given back, or a bad descriptor."""
+
+
 class DeadlockError(SimulationError):
     """Nothing can move any more; the message lists who waits for what."""

@@ -47,6 +47,7 @@ _NO_RESULT_PREFIXES = (
     "mbarrier.inval",
     "mbarrier.expect_tx",
     "mbarrier.complete_tx",
+    "tcgen05.dealloc",
 )
 _JUMPS = ("bra", "ret", "exit")
 _WARP_WIDE = ("shfl", "vote", "redux", "match", "elect", "mma", "ldmatrix", "stmatrix", "movmatrix")
@@ -78,6 +79,8 @@ def registers(operand: Operand | None) -> Iterable[str]:
         yield operand.name
     elif isinstance(operand, Address):
         yield from registers(operand.base)
+        for item in operand.coordinates:
+            yield from registers(item)
     elif isinstance(operand, Vector):
         for item in operand.items:
             yield from registers(item)
@@ -112,7 +115,10 @@ def reads(instruction: Instruction) -> set[str]:
 
 def is_warp_wide(instruction: Instruction) -> bool:
     """Whether the lanes of a warp must meet at this instruction."""
-    return instruction.parts[0] in _WARP_WIDE or instruction.opcode == "bar.warp.sync"
+    parts = instruction.parts
+    if parts[0] == "tcgen05":
+        return "sync" in parts
+    return parts[0] in _WARP_WIDE or instruction.opcode == "bar.warp.sync"
 
 
 def stop_of(instruction: Instruction) -> str | None:

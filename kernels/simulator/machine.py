@@ -18,6 +18,7 @@ from k3fuse.kernels.simulator.flow import Block
 from k3fuse.kernels.simulator.memory import GlobalMemory, Origin
 from k3fuse.kernels.simulator.order import WEAK, Order
 from k3fuse.kernels.simulator.shared import SharedMemory
+from k3fuse.kernels.simulator.tensor_memory import TensorMemory
 from k3fuse.kernels.simulator.types import UNSIGNED, Array, Value, is_scalar, spread
 
 if TYPE_CHECKING:
@@ -191,6 +192,7 @@ class Group:
         self.waits: dict[int, Wait] = {}
         self.delivery = delivery
         self.copies: list[Copy] = []
+        self.tensor: TensorMemory | None = None
         self.copy_groups: dict[str, Array] = {}
         self.issues = [0] * len(program.codes)
         self.round = 0
@@ -237,6 +239,8 @@ class Group:
 
     def release(self) -> None:
         """Give back the memory of registers: all lanes have left the kernel."""
+        if self.tensor is not None:
+            self.tensor.close()
         self.registers, self.special = [], {}
         self.local = self.local_written = np.zeros((0, 0), np.uint8)
 

@@ -1,4 +1,7 @@
-"""Asynchronous copies: cp.async, cp.async.bulk with mbarriers or bulk groups, st.async."""
+"""Asynchronous copies: cp.async, cp.async.bulk with mbarriers or bulk groups, st.async.
+
+Tiles of tensors are in ops_tensor_copy, reductions and copies to several CTAs in ops_bulk.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,11 @@ _PIECES = 4  # a bulk copy lands in this many pieces when delivery is random
 
 @operation("cp", selective=True)
 def copy_async(site: Site) -> Step:
-    """The `cp.async` family; tensor copies are not modelled."""
+    """The `cp.async` and `cp.reduce.async` families."""
+    if site.take("reduce"):
+        from k3fuse.kernels.simulator.ops_bulk import reduce_async
+
+        return reduce_async(site)
     site.take("async")
     if site.take("bulk"):
         return _bulk(site)
@@ -182,8 +189,14 @@ def _arrive_after_copies(site: Site) -> Step:
 
 
 def _bulk(site: Site) -> Step:
+    prefetch = site.take("prefetch")
     if site.take("tensor"):
-        raise site.unsupported("tensor copies come in a later version")
+        from k3fuse.kernels.simulator.ops_tensor_copy import tensor_copy, tensor_prefetch
+
+        return tensor_prefetch(site) if prefetch else tensor_copy(site)
+    if prefetch:
+        site.left.clear()
+        return lambda frame: None
     if site.take("commit_group"):
         site.done()
         return lambda frame: commit(frame, "bulk")
@@ -191,9 +204,6 @@ def _bulk(site: Site) -> Step:
         site.take("read")
         site.done()
         return _wait_step(site, "bulk")
-    if site.take("prefetch"):
-        site.left.clear()
-        return lambda frame: None
     target = site.take("shared::cluster", "shared::cta", "global")
     source = site.take("global", "shared::cta")
     hint, multicast = bool(site.take("L2::cache_hint")), bool(site.take("multicast::cluster"))
@@ -240,13 +250,13 @@ def _bulk_in(site: Site, source: str, multicast: bool) -> Step:
         for lane in range(frame.count):
             amount = int(sizes[lane])
             one = who.pick(slice(lane, lane + 1))
-            _check_run(group, int(places[lane]), amount, one)
+            check_run(group, int(places[lane]), amount, one)
             shifts = [0]
             if masks is not None:
                 shifts = _shifts(group, int(places[lane]), int(masks[lane]))
             # Of a multicast copy, each CTA gets its bytes at a time of its own; one reads them.
             read: dict[int, Array] = {}
-            cuts = _cut(amount, group.delivery.random is not None)
+            cuts = cut(amount, group.delivery.random is not None)
             pieces = []
             for shift in shifts:
                 at, place = barriers[lane : lane + 1] + shift, int(places[lane]) + shift
@@ -256,7 +266,7 @@ def _bulk_in(site: Site, source: str, multicast: bool) -> Step:
                     copies = group.races.copy(
                         one, group.shared, at,
                         writes=[(group.shared, place + steps, 16)],
-                        reads=[_source(group, int(starts[lane]), steps, from_global, one)],
+                        reads=[source_of(group, int(starts[lane]), steps, from_global, one)],
                         parts=len(cuts),
                     )  # fmt: skip
                 pieces += [
@@ -280,7 +290,7 @@ def _shifts(group: Group, place: int, mask: int) -> list[int]:
     return [(base + rank - cta) * shared.size for rank in members]
 
 
-def _source(
+def source_of(
     group: Group, start: int, steps: Array, from_global: bool, who: Origin
 ) -> tuple[Any, Array, int]:
     """What a bulk copy reads, for the race checker: memory, byte offsets, bytes at each."""
@@ -293,7 +303,8 @@ def _source(
     raise MemoryAccessError(f"bulk copy of no bytes: {who.where(0)}")
 
 
-def _check_run(group: Group, place: int, amount: int, who: Origin) -> None:
+def check_run(group: Group, place: int, amount: int, who: Origin) -> None:
+    """Raise for a size that is no multiple of 16, or that ends beyond shared memory."""
     offset = place % group.shared.size
     if amount % 16 or amount <= 0:
         raise MemoryAccessError(f"bulk copy of {amount} bytes, no multiple of 16: {who.where(0)}")
@@ -304,7 +315,7 @@ def _check_run(group: Group, place: int, amount: int, who: Origin) -> None:
         )
 
 
-def _cut(amount: int, torn: bool) -> list[tuple[int, int]]:
+def cut(amount: int, torn: bool) -> list[tuple[int, int]]:
     """(first byte, length) of the pieces of a copy, multiples of 16."""
     if not torn:
         return [(0, amount)]
@@ -370,12 +381,12 @@ def _bulk_out(site: Site) -> Step:
             steps = np.arange(0, int(sizes[lane]), 16)[None]
             return {
                 "reads": [(group.shared, starts[lane] + steps, 16)],
-                "writes": [_source(group, int(places[lane]), steps, True, one)],
+                "writes": [source_of(group, int(places[lane]), steps, True, one)],
             }
 
         for lane in range(frame.count):
             one = who.pick(slice(lane, lane + 1))
-            _check_run(group, int(starts[lane]), int(sizes[lane]), one)
+            check_run(group, int(starts[lane]), int(sizes[lane]), one)
             run_ = places[lane] + np.arange(0, int(sizes[lane]), 16, dtype=np.uint64)
             group.memory.announce(run_, 16, who.at(np.repeat(one.ctas, len(run_))), write=True)
             if group.races is not None:

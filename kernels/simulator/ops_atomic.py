@@ -32,7 +32,9 @@ _COMBINE: dict[str, Callable[[Value, Value], Value]] = {
 def atomic(site: Site) -> Step:
     """`atom` and `red` on one element; lanes that hit the same address go one after the other."""
     if "async" in site.left:
-        raise site.unsupported("red.async")
+        from k3fuse.kernels.simulator.ops_bulk import reduce_element_async
+
+        return reduce_element_async(site)
     returns = site.instruction.parts[0] == "atom"
     kind = site.take_type()
     space = site.take("global", "shared", "shared::cta", "shared::cluster") or "global"
@@ -128,6 +130,7 @@ _FENCE_WORDS = [
     "acquire",
     "release",
     "proxy",
+    "tensormap::generic",
     "alias",
     "async",
     "mbarrier_init",

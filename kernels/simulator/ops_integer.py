@@ -96,9 +96,10 @@ def _pack(site: Site, kind: PtxType) -> Step:
 
 @operation("cvta")
 def convert_address(site: Site) -> Step:
-    """`cvta`: generic and global addresses are equal; shared and local ones carry a tag."""
+    """`cvta`: generic and global addresses are equal; those of other spaces carry a tag."""
     to = site.take("to")
-    space = site.take("global", "shared", "shared::cta", "shared::cluster", "local", "const")
+    space = site.take("global", "shared", "shared::cta", "shared::cluster", "local", "const",
+                      "param")  # fmt: skip
     kind = site.take_type()
     site.done()
     read, write = site.bits(1, kind.width), site.result(kind)
@@ -110,7 +111,7 @@ def convert_address(site: Site) -> Step:
     return lambda frame: write(frame, read(frame) | tag)
 
 
-GENERIC_TAGS = {"shared": 1 << 62, "local": 1 << 61}
+GENERIC_TAGS = {"shared": 1 << 62, "local": 1 << 61, "param": 3 << 61}
 
 
 @operation("add", "sub", "min", "max")

@@ -174,6 +174,8 @@ def tag_of(address: Array) -> str:
         return "shared"
     if (tags == 1).all():
         return "local"
+    if (tags == 3).all():
+        raise MemoryAccessError("a generic access to parameters; use ld.param")
     raise MemoryAccessError("a generic access mixes address spaces among lanes; not modelled")
 
 

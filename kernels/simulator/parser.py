@@ -213,6 +213,11 @@ class _Reader:
 
     def address(self, text: str) -> Address:
         """The inside of `[...]`."""
+        tile = re.match(r"([%$\w]+)\s*,\s*(\{[^{}]*\})$", text)
+        if tile:
+            map_, items = self.operand(tile[1]), self.operand(tile[2])
+            if isinstance(map_, Register) and isinstance(items, Vector):
+                return Address(map_, 0, items.items)
         if "{" in text or "," in text:
             raise UnsupportedPtxError(self.text, self.line, f"address [{text}]")
         match = re.match(r"(.+?)\s*\+\s*(-?\w+)$", text)

@@ -11,6 +11,7 @@ import torch
 
 from k3fuse.kernels.simulator.memory import Buffer, GlobalMemory
 from k3fuse.kernels.simulator.syntax import Entry
+from k3fuse.kernels.simulator.tensor_map import TensorMap
 from k3fuse.kernels.simulator.types import Array
 
 
@@ -36,7 +37,7 @@ class Owned:
     rank: int
 
 
-Parameter = torch.Tensor | Fresh | Owned | Multicast | int | float | bytes
+Parameter = torch.Tensor | Fresh | Owned | Multicast | TensorMap | int | float | bytes
 
 
 class Placement:
@@ -75,11 +76,27 @@ class Placement:
             return self.place(value.tensor, rank, name, True).base.to_bytes(8, "little")
         if isinstance(value, torch.Tensor):
             return self.place(value, rank, name, False).base.to_bytes(8, "little")
+        if isinstance(value, TensorMap):
+            return self._map(value, rank, name, size)
         if isinstance(value, float):
             if kind not in ("f32", "f64"):
                 raise ValueError(f"parameter {name} is .{kind}; give an int, not {value!r}")
             return struct.pack("<f" if kind == "f32" else "<d", value)
         return int(value % (1 << (8 * size))).to_bytes(size, "little")
+
+    def _map(self, value: TensorMap, rank: int, name: str, size: int) -> bytes:
+        """A map as a parameter of its own, or a pointer to one in the memory of the rank."""
+        try:
+            tiles = value.tiles()
+            owner = rank if value.rank is None else value.rank
+            base = self.place(value.tensor, owner, name, value.fresh).base
+            content = tiles.encode(base)
+        except ValueError as error:
+            raise ValueError(f"parameter {name}: {error}") from None
+        if size == len(content):
+            return content
+        buffer = self.memory.add(f"{name} map", rank, np.frombuffer(content, np.uint8))
+        return buffer.base.to_bytes(8, "little")
 
     def place(self, tensor: torch.Tensor, rank: int, name: str, fresh: bool) -> Buffer:
         """The buffer of a tensor, made when it is first seen."""

@@ -24,6 +24,7 @@ from k3fuse.kernels.simulator import (  # noqa: F401  (each import registers its
     ops_mma,
     ops_multimem,
     ops_sync,
+    ops_tcgen05,
     ops_warp,
 )
 from k3fuse.kernels.simulator.counters import Bytes, Marks, SimReport, Traffic, by_buffer

@@ -143,6 +143,17 @@ class SharedMemory:
         self.data[place : place + len(content)] = content
         self.written[place : place + len(content)] = 1
 
+    def spread(self, place: int, mask: int, cta: int, site: Origin) -> Array:
+        """The same offset as `place` in every CTA of a 16-bit mask of ranks of a cluster."""
+        ranks = np.flatnonzero([mask >> bit & 1 for bit in range(16)])
+        size = int(self.cta_ranks.max()) + 1
+        if not len(ranks) or ranks[-1] >= size:
+            raise MemoryAccessError(
+                f"multicast mask {mask:#x} in a cluster of {size} CTAs: {site.where(0)}"
+            )
+        places: Array = (self.cluster_base[cta] + ranks) * self.size + place % self.size
+        return places
+
     def barrier_groups(self, place: Array, site: Origin) -> list[tuple[MBarriers, Array, Array]]:
         """Group barrier addresses by offset: (barriers, CTA of each lane, chosen lanes)."""
         offset, owner = place % self.size, place // self.size

@@ -30,10 +30,11 @@ class Symbol:
 
 @dataclass(frozen=True)
 class Address:
-    """`[base + offset]`, offset in bytes."""
+    """`[base + offset]`, offset in bytes; `[base, {c0, c1, ...}]` of a tensor copy."""
 
     base: Operand
     offset: int
+    coordinates: tuple[Operand | None, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,8 @@ Writer = Callable[[Frame, Value], None]
 Builder = Callable[["Site"], Step]
 BUILDERS: dict[str, Builder] = {}
 SELECTIVE: set[str] = set()
+# Parameter i lies at i << PARAMETER_SHIFT of parameter space; a kernel has at most 32 KiB of them.
+PARAMETER_SHIFT = 16
 
 
 def operation(*names: str, selective: bool = False) -> Callable[[Builder], Builder]:
@@ -243,6 +245,9 @@ class Names:
         if name in self.entry.local:
             start = UNSIGNED[width](self.entry.local[name].offset)
             return lambda frame: start
+        if name in self.parameters:
+            place = UNSIGNED[width](list(self.parameters).index(name) << PARAMETER_SHIFT)
+            return lambda frame: place
         if name in ("%clock", "%clock64", "%globaltimer", "%globaltimer_lo", "%clock_hi"):
             dtype = UNSIGNED[width]
             return lambda frame: dtype(frame.group.round * 1000 & (2**width - 1))

@@ -289,14 +289,19 @@ def test_ldmatrix(count: int, trans: str) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1], 32;",
+        "tcgen05.alloc.cta_group::2.sync.aligned.shared::cta.b32 [%r1], 32;",
+        "tcgen05.shift.cta_group::1.down [%r1];",
+        "tcgen05.mma.ws.cta_group::1.kind::f16 [%r1], %d0, %d0, %r2, %p0;",
+        "tcgen05.mma.cta_group::1.kind::i8 [%r1], %d0, %d0, %r2, %p0;",
+        "tcgen05.cp.cta_group::1.4x256b [%r1], %d0;",
+        "cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes "
+        "[%r1], [%d0, {%r2, %r3, %r2, %r3}], [%r4], {%h0, %h1};",
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-        "[%r1], [%d0, {%r2, %r3}], [%r4];",
-        "tcgen05.fence::before_thread_sync;",
+        "[%r1], [%d0, {%r2}], [%r4];",
         "add.rz.f32 %r5, %r0, %r0;",
         "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%r1,%r2,%r3,%r4}, {%r1,%r2,%r3,%r4}, "
         "{%r1,%r2}, {%r1,%r2,%r3,%r4};",
-        "multimem.ld_reduce.relaxed.sys.global.add.f32 %r5, [%d0];",
+        "multimem.ld_reduce.relaxed.sys.global.add.v4.e4m3x4 {%r5, %r6, %r7, %r8}, [%d0];",
         "mov.u32 %r5, %smid;",
         "ld.global.b128 %d1, [%d0];",
         "frobnicate.u32 %r5, %r6;",
