@@ -280,7 +280,7 @@ def _details(built: Built, *, ptx: bool) -> dict[str, Any]:
     from k3fuse.kernels.build.cache import diff_factors, key_factors, key_of
     from k3fuse.kernels.build.resources import SM_COUNTS, occupancy
 
-    plan = built.plan.to_json()
+    plan = built.plan.to_json(built.variant.arch)
     factors = dict(built.factors)
     changed = diff_factors(factors, key_factors(built.variant))
     return {

@@ -15,7 +15,7 @@ from typing import Any
 
 from k3fuse.kernels.build.elf import KernelFacts, read_cubin
 from k3fuse.kernels.build.errors import BuildError, MissingDslError
-from k3fuse.kernels.build.host_code import launch_of
+from k3fuse.kernels.build.host_code import launch_of, tensor_maps_of
 from k3fuse.kernels.build.resources import CTA_SMEM, RESERVED_SMEM, Resources, sass_histogram
 from k3fuse.kernels.build.variant import Plan, Variant, builder, offsets
 
@@ -149,9 +149,8 @@ def _only_kernel(variant: Variant, cubin: bytes) -> KernelFacts:
 
 def _check(variant: Variant, plan: Plan, kernel: KernelFacts, host: str) -> None:
     """Compare the stated plan with the cubin and with the launch in the DSL's own host code."""
-    stated = tuple(
-        (at, p.size) for at, p in zip(offsets(plan.parameters), plan.parameters, strict=True)
-    )
+    places = offsets(plan.parameters, variant.arch)
+    stated = tuple((at, p.size) for at, p in zip(places, plan.parameters, strict=True))
     compared: list[tuple[str, object, object]] = [
         ("parameters (offset, bytes)", stated, kernel.parameters),
     ]
@@ -166,6 +165,7 @@ def _check(variant: Variant, plan: Plan, kernel: KernelFacts, host: str) -> None
         ("cluster", plan.cluster, launch.cluster),
         ("dynamic shared memory", plan.dynamic_smem, launch.dynamic_smem),
         ("pdl", plan.pdl, launch.pdl),
+        *_compared_maps(plan, host),
     ]
     for what, said, found in compared:
         if said != found:
@@ -173,3 +173,17 @@ def _check(variant: Variant, plan: Plan, kernel: KernelFacts, host: str) -> None
                 f"{variant.label}: the plan states {what} {said}, the compiled kernel has {found}; "
                 "correct the builder's plan"
             )
+
+
+def _compared_maps(plan: Plan, host: str) -> list[tuple[str, object, object]]:
+    """What the plan says of its tensor maps beside what the DSL's host code encodes.
+
+    A map that the host code makes of sizes known at the launch alone is compared no further.
+    """
+    stated = [p for p in plan.parameters if p.tiles is not None]
+    found = tensor_maps_of(host)
+    compared: list[tuple[str, object, object]] = [("tensor maps", len(stated), len(found))]
+    for parameter, tiles in zip(stated, found, strict=False):
+        if tiles is not None:
+            compared.append((f"tensor map {parameter.name}", parameter.tiles, tiles))
+    return compared

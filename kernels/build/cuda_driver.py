@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 from dataclasses import dataclass
 from typing import Any
 
 from k3fuse.kernels.build.errors import LaunchError
 from k3fuse.kernels.build.launch import LaunchConfig
+from k3fuse.kernels.common.tensor_map import ALIGNMENT, BYTES, ELEMENTS, TileMap
 
 NO_DRIVER = (
     "no CUDA driver or device on this machine; launch on a machine with an NVIDIA GPU "
     "(building, showing and packing kernels need none)"
 )
+
+
+_FILLS = {"zero": "NONE", "nan": "NAN_REQUEST_ZERO_FMA"}
+# map, element type, dimensions, tensor, sizes, strides, box, element strides, then four modes.
+_ENCODE = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p,
+    *[ctypes.POINTER(ctypes.c_uint64)] * 2, *[ctypes.POINTER(ctypes.c_uint32)] * 2,
+    *[ctypes.c_int] * 4,
+)  # fmt: skip
 
 
 @dataclass
@@ -69,6 +80,41 @@ class CudaPythonDriver:
         attributes = self._api.CUfunction_attribute
         attribute = attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
         self._call("cuFuncSetAttribute", function, attribute, 1)
+
+    def encode_tensor_map(self, tiles: TileMap, address: int) -> bytes:
+        """`cuTensorMapEncodeTiled`, with 128-byte promotion into L2 as CUTLASS asks for.
+
+        The driver wants the map at a multiple of 64 bytes, which cuda-python's own wrapper does not
+        see to, so the function is called at the address that cuda-python finds for it.
+        """
+        api = self._api
+
+        def chosen(kind: str, name: str) -> int:
+            return int(getattr(getattr(api, f"CUtensorMap{kind}"), f"CU_TENSOR_MAP_{name}"))
+
+        found = self._call("cuGetProcAddress", b"cuTensorMapEncodeTiled", 12000, 0)
+        if not int(found):
+            raise LaunchError("this driver has no cuTensorMapEncodeTiled; it came with CUDA 12")
+        rank = len(tiles.dims)
+        room = ctypes.create_string_buffer(BYTES + ALIGNMENT)
+        place = ctypes.addressof(room) + -ctypes.addressof(room) % ALIGNMENT
+        status = _ENCODE(int(found))(
+            place,
+            chosen("DataType", f"DATA_TYPE_{ELEMENTS[tiles.element].driver}"),
+            rank,
+            address,
+            (ctypes.c_uint64 * rank)(*tiles.dims),
+            (ctypes.c_uint64 * rank)(*tiles.strides),
+            (ctypes.c_uint32 * rank)(*tiles.box),
+            (ctypes.c_uint32 * rank)(*tiles.element_strides),
+            chosen("Interleave", "INTERLEAVE_NONE"),
+            chosen("Swizzle", f"SWIZZLE_{tiles.swizzle}B" if tiles.swizzle else "SWIZZLE_NONE"),
+            chosen("L2promotion", "L2_PROMOTION_L2_128B"),
+            chosen("FloatOOBfill", f"FLOAT_OOB_FILL_{_FILLS[tiles.fill]}"),
+        )
+        if status:
+            raise LaunchError(f"cuTensorMapEncodeTiled failed: {_name(api.CUresult(status))}")
+        return ctypes.string_at(place, BYTES)
 
     def configure(self, config: LaunchConfig) -> Any:
         """Fill in the driver's structure, but for the stream."""

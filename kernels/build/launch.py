@@ -17,6 +17,7 @@ from k3fuse.kernels.build.compile import Built
 from k3fuse.kernels.build.elf import read_cubin
 from k3fuse.kernels.build.errors import LaunchError
 from k3fuse.kernels.build.variant import Dim3, Parameter, offsets
+from k3fuse.kernels.common.tensor_map import ALIGNMENT, TileMap
 
 # Without an opt-in a CTA gets at most this much shared memory, static and dynamic (CUDA C++
 # Programming Guide, "Shared Memory" of compute capability 7.x and later); clusters of at most 8
@@ -24,7 +25,7 @@ from k3fuse.kernels.build.variant import Dim3, Parameter, offsets
 FREE_SMEM = 48 * 1024
 PORTABLE_CLUSTER = 8
 
-_FORMATS = {"pointer": "Q", "u64": "Q", "i64": "q", "u32": "I", "i32": "i"}
+_FORMATS = {"pointer": "Q", "u64": "Q", "i64": "q", "u32": "I", "i32": "i", "tensor_map": "128s"}
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,9 @@ class Driver(Protocol):
     def allow_large_cluster(self, function: Any) -> None:
         """Let a kernel use clusters of more than 8 CTAs."""
 
+    def encode_tensor_map(self, tiles: TileMap, address: int) -> bytes:
+        """Return the 128 bytes of a tensor map over the tensor at a device address."""
+
     def configure(self, config: LaunchConfig) -> Any:
         """Turn a configuration into what `launch` takes; returns its handle."""
 
@@ -74,9 +78,10 @@ class Driver(Protocol):
 class Launcher:
     """One kernel, ready to launch on the device that was current when this was made.
 
-    Takes one integer a parameter, in kernel order: `tensor.data_ptr()` for pointers. Nothing checks
-    what the addresses point to. Not for use by several threads at once: calls share one buffer
-    (the driver copies it before a call returns).
+    Takes one integer a parameter, in kernel order: `tensor.data_ptr()` for pointers and for tensor
+    maps, which are encoded when their address is first seen and kept until another one comes.
+    Nothing checks what the addresses point to. Not for use by several threads at once: calls share
+    one buffer (the driver copies it before a call returns).
     """
 
     def __init__(
@@ -122,19 +127,58 @@ class Launcher:
             self._driver.allow_large_cluster(self._function)
         self._prepared = self._driver.configure(self.config)
         self._parameters = ParameterBuffer(plan.parameters)
+        self._maps = [
+            _KeptMap(place, parameter.name, parameter.tiles)
+            for place, parameter in enumerate(plan.parameters)
+            if parameter.tiles is not None
+        ]
 
     def __call__(self, *values: int, stream: int | None = None) -> None:
         """Launch once. stream: a raw CUstream; torch's current one by default.
 
         Raises LaunchError for parameters that do not fit, or where the driver refuses.
         """
-        self._parameters.write(values)
+        self._parameters.write(self._with_maps(values) if self._maps else values)
         self._driver.launch(
             self._prepared,
             self._function,
             self._stream() if stream is None else stream,
             self._parameters.address,
         )
+
+    def _with_maps(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The values with the bytes of tensor maps in the place of addresses."""
+        result = list(values)
+        for kept in self._maps:
+            if kept.place < len(values):
+                result[kept.place] = kept.at(values[kept.place], self._driver)
+        return tuple(result)
+
+
+@dataclass
+class _KeptMap:
+    """A tensor map parameter, and the bytes for the address of the last call."""
+
+    place: int
+    name: str
+    tiles: TileMap
+    address: int = -1
+    content: bytes = b""
+
+    def at(self, address: Any, driver: Driver) -> bytes:
+        """Return the bytes for an address. Raises LaunchError for one that a map cannot hold."""
+        if address != self.address or not self.content:
+            if not isinstance(address, int) or not 0 <= address < 2**64:
+                raise LaunchError(
+                    f"parameter {self.name}={address!r} is no tensor_map (tensor.data_ptr())"
+                )
+            try:
+                self.tiles.check_address(address)
+            except ValueError as error:
+                raise LaunchError(f"parameter {self.name}: {error}") from None
+            self.content = driver.encode_tensor_map(self.tiles, address)
+            self.address = address
+        return self.content
 
 
 def _check_cubin(built: Built) -> None:
@@ -163,20 +207,24 @@ class ParameterBuffer:
             form += "x" * (at - end) + _FORMATS[parameter.kind]
             end = at + parameter.size
         self._struct = struct.Struct(form)
-        self._bytes = ctypes.create_string_buffer(max(end, 1))
-        start = ctypes.addressof(self._bytes)
-        # Aligned to 8 bytes, as its largest members need; ctypes allocates with malloc.
+        # Aligned as tensor maps need it; ctypes allocates with malloc.
+        self._bytes = ctypes.create_string_buffer(end + ALIGNMENT)
+        self._skip = -ctypes.addressof(self._bytes) % ALIGNMENT
+        start = ctypes.addressof(self._bytes) + self._skip
         self._pointers = (ctypes.c_void_p * max(len(places), 1))(*(start + at for at in places))
         self.address = ctypes.addressof(self._pointers)
 
-    def write(self, values: tuple[int, ...]) -> None:
-        """Replace all values. Raises LaunchError naming the parameter that does not fit."""
+    def write(self, values: tuple[Any, ...]) -> None:
+        """Replace all values: integers, and the bytes of tensor maps.
+
+        Raises LaunchError naming the parameter that does not fit.
+        """
         try:
-            self._struct.pack_into(self._bytes, 0, *values)
+            self._struct.pack_into(self._bytes, self._skip, *values)
         except (struct.error, OverflowError):
             raise LaunchError(self._complaint(values)) from None
 
-    def _complaint(self, values: tuple[int, ...]) -> str:
+    def _complaint(self, values: tuple[Any, ...]) -> str:
         names = ", ".join(f"{p.name} ({p.kind})" for p in self._parameters)
         if len(values) != len(self._parameters):
             return f"{len(values)} parameters given, the kernel takes {names}"

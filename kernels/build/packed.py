@@ -109,7 +109,7 @@ def select(
 def _describe(kernel: Built, files: dict[str, bytes]) -> dict[str, Any]:
     return {
         "variant": kernel.variant.to_json(),
-        "plan": kernel.plan.to_json(),
+        "plan": kernel.plan.to_json(kernel.variant.arch),
         "entry": kernel.entry,
         "resources": kernel.resources.to_json(),
         "factors": dict(kernel.factors),

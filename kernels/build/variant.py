@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from k3fuse.kernels.build.errors import VariantError
+from k3fuse.kernels.common.tensor_map import ALIGNMENT, BYTES, TileMap
 
 # The architectures kernels are compiled for: Hopper, B200/GB200, B300/GB300. The "a" forms carry
 # the architecture-specific instructions (wgmma, tcgen05); their cubins run on that chip alone.
 ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a")
 
-# Bytes of each kind of kernel parameter; alignment equals size.
-PARAMETER_BYTES = {"pointer": 8, "i32": 4, "u32": 4, "i64": 8, "u64": 8}
+# Bytes of each kind of kernel parameter; alignment equals size, but for tensor maps (64).
+PARAMETER_BYTES = {"pointer": 8, "i32": 4, "u32": 4, "i64": 8, "u64": 8, "tensor_map": BYTES}
 
 # op -> "module:attribute" of its Builder; resolved when asked for.
 BUILDERS = {
@@ -96,10 +97,14 @@ def _value(values: Pairs, name: str, label: str) -> int:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One kernel parameter. kind: a key of PARAMETER_BYTES; pointers are device addresses."""
+    """One kernel parameter. kind: a key of PARAMETER_BYTES; pointers are device addresses.
+
+    tiles: of a tensor map, its shape, all but the address of the tensor.
+    """
 
     name: str
     kind: str
+    tiles: TileMap | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in PARAMETER_BYTES:
@@ -107,21 +112,53 @@ class Parameter:
                 f"parameter {self.name!r}: kind {self.kind!r} is unknown; "
                 f"use one of {', '.join(PARAMETER_BYTES)}"
             )
+        if (self.tiles is None) is (self.kind == "tensor_map"):
+            raise VariantError(
+                f"parameter {self.name!r} of kind {self.kind!r}: give tiles=TileMap(...) for a "
+                "tensor_map, and only there"
+            )
 
     @property
     def size(self) -> int:
         """Bytes."""
         return PARAMETER_BYTES[self.kind]
 
+    @property
+    def alignment(self) -> int:
+        """Bytes."""
+        return ALIGNMENT if self.kind == "tensor_map" else self.size
 
-def offsets(parameters: tuple[Parameter, ...]) -> tuple[int, ...]:
-    """Byte offset of each parameter in the parameter space: declaration order, natural alignment.
+    def to_json(self, offset: int) -> dict[str, Any]:
+        """Plain data, read back by `from_json`; the offset and the size are for people."""
+        data = {"name": self.name, "kind": self.kind, "offset": offset, "size": self.size}
+        return data if self.tiles is None else {**data, "tiles": asdict(self.tiles)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Parameter:
+        """Read `to_json`. Raises VariantError for a tensor map that is none."""
+        tiles = data.get("tiles")
+        if tiles is not None:
+            tiles = {k: tuple(v) if isinstance(v, list) else v for k, v in tiles.items()}
+        try:
+            return cls(data["name"], data["kind"], TileMap(**tiles) if tiles else None)
+        except ValueError as error:
+            raise VariantError(f"parameter {data['name']!r}: {error}") from None
+
+
+# Where parameters start in their constant bank, modulo 64, where that is not 0: a tensor map is
+# aligned there, so on sm_90a (0x210) a first one lies at offset 48. Seen in compiled kernels.
+_BASE = {"sm_90a": 0x210 % ALIGNMENT}
+
+
+def offsets(parameters: tuple[Parameter, ...], arch: str = "") -> tuple[int, ...]:
+    """Byte offset of each parameter in the parameter space: declaration order, aligned.
 
     Source: PTX ISA, "Kernel function parameters"; compiled kernels are checked against it.
     """
+    base = _BASE.get(arch, 0)
     result, end = [], 0
     for parameter in parameters:
-        start = -(-end // parameter.size) * parameter.size
+        start = -(-(base + end) // parameter.alignment) * parameter.alignment - base
         result.append(start)
         end = start + parameter.size
     return tuple(result)
@@ -167,18 +204,16 @@ class Plan:
         x, y, z = self.grid
         return x * y * z
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain data, read back by `from_json`."""
-        places = zip(self.parameters, offsets(self.parameters), strict=True)
+    def to_json(self, arch: str = "") -> dict[str, Any]:
+        """Plain data, read back by `from_json`; offsets are those on `arch`."""
+        places = zip(self.parameters, offsets(self.parameters, arch), strict=True)
         return {
             "grid": list(self.grid),
             "block": list(self.block),
             "cluster": list(self.cluster),
             "dynamic_smem": self.dynamic_smem,
             "pdl": self.pdl,
-            "parameters": [
-                {"name": p.name, "kind": p.kind, "offset": at, "size": p.size} for p, at in places
-            ],
+            "parameters": [p.to_json(at) for p, at in places],
         }
 
     @classmethod
@@ -188,7 +223,7 @@ class Plan:
             return cls(
                 _dim3(data["grid"]), _dim3(data["block"]), _dim3(data["cluster"]),
                 int(data["dynamic_smem"]),
-                tuple(Parameter(p["name"], p["kind"]) for p in data["parameters"]),
+                tuple(Parameter.from_json(p) for p in data["parameters"]),
                 bool(data["pdl"]),
             )  # fmt: skip
         except (KeyError, TypeError) as error:

@@ -49,6 +49,16 @@ class TensorMap:
     fresh: bool = False
     rank: int | None = None
 
+    @classmethod
+    def of(
+        cls, tensor: torch.Tensor, tiles: TileMap, *, fresh: bool = False, rank: int | None = None
+    ) -> TensorMap:
+        """The map `tiles`, of a plan say, over a tensor."""
+        return cls(
+            tensor, tiles.box, tiles.swizzle, tiles.element, tiles.dims, tiles.strides,
+            tiles.element_strides, tiles.fill, fresh, rank,
+        )  # fmt: skip
+
     def tiles(self) -> TileMap:
         """The map without its address; raises ValueError for what `TileMap` refuses."""
         element = self.element or _ELEMENT_OF.get(self.tensor.dtype, "u8")

@@ -51,8 +51,19 @@ static int cuFuncSetAttribute(void *function, int attribute, int value) {
     printf("set %p %d %d\n", function, attribute, value);
     return 0;
 }
+static int cuTensorMapEncodeTiled(uint64_t *map, int type, unsigned rank, void *address,
+                                  const uint64_t *dims, const uint64_t *strides, const unsigned *box,
+                                  const unsigned *steps, int interleave, int swizzle, int promotion,
+                                  int fill) {
+    printf("map type %d rank %u address %p aligned %d modes %d %d %d %d\n", type, rank, address,
+           (uintptr_t)map % 64 == 0, interleave, swizzle, promotion, fill);
+    for (unsigned i = 0; i < rank; i++)
+        printf("dimension %lu %lu %u %u\n", dims[i], i ? strides[i - 1] : 0, box[i], steps[i]);
+    for (int i = 0; i < 16; i++) map[i] = 0xa0 + i;
+    return 0;
+}
 static int cuLaunchKernelEx(const config_t *c, void *function, void **parameters, void **extra) {
-    if (launches++ >= 3) return 0; /* a loop that measures time prints nothing */
+    if (launches++ >= 4) return 0; /* a loop that measures time prints nothing */
     printf("launch %p grid %u %u %u block %u %u %u shared %u stream %p extra %d\n", function,
            c->grid[0], c->grid[1], c->grid[2], c->block[0], c->block[1], c->block[2], c->shared,
            c->stream, extra != 0);
@@ -71,7 +82,7 @@ int cuGetProcAddress_v2(const char *symbol, void **address, int version, uint64_
     OFFER(cuInit) OFFER(cuDriverGetVersion) OFFER(cuDeviceGet) OFFER(cuDeviceGetAttribute)
     OFFER(cuCtxGetCurrent) OFFER(cuDevicePrimaryCtxRetain) OFFER(cuCtxSetCurrent)
     OFFER(cuLibraryLoadData) OFFER(cuLibraryGetKernel) OFFER(cuKernelGetFunction)
-    OFFER(cuFuncSetAttribute) OFFER(cuLaunchKernelEx)
+    OFFER(cuFuncSetAttribute) OFFER(cuLaunchKernelEx) OFFER(cuTensorMapEncodeTiled)
     *address = !strcmp(symbol, "cuGetProcAddress") ? (void *)cuGetProcAddress_v2 : (void *)unsupported;
     return 0;
 }

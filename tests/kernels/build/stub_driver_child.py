@@ -7,6 +7,8 @@ import time
 
 from k3fuse.kernels.build import packed
 from k3fuse.kernels.build.launch import Launcher
+from k3fuse.kernels.build.variant import Parameter
+from k3fuse.kernels.common.tensor_map import TileMap
 from workbench_cases import STORED, gemv, made
 
 
@@ -20,6 +22,10 @@ def main() -> None:
         grid=(32, 2, 1), cluster=(16, 1, 1), dynamic_smem=100_000,
     )  # fmt: skip
     Launcher(shaped, stream=lambda: 0x70, priority=-3, carveout=100)(5, 6, 7)
+    tiles = TileMap("bf16", (64, 32), (128,), (64, 16), 128)
+    kinds = (Parameter("a", "tensor_map", tiles), Parameter("n", "i64"), Parameter("b", "pointer"))
+    mapped = made(gemv("sm_90a"), cubin=kernel.cubin, parameters=kinds)
+    Launcher(mapped, stream=lambda: 0x80)(0x7F0000001000, 8, 9)
     count = 20_000
     start = time.perf_counter()
     for _ in range(count):

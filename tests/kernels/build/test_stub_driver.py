@@ -43,6 +43,17 @@ attribute 14 100 0 0
 parameter 0000000000000005
 parameter 0000000000000006
 parameter 0000000000000007
+context 0x55
+load ELF 0 0
+kernel 0x11 k
+function 0x22
+map type 9 rank 2 address 0x7f0000001000 aligned 1 modes 0 3 2 0
+dimension 64 0 64 1
+dimension 32 128 16 1
+launch 0x33 grid 2 1 1 block 128 1 1 shared 128 stream 0x80 extra 0
+parameter 00000000000000a0
+parameter 0000000000000008
+parameter 0000000000000009
 """
 
 

@@ -11,6 +11,7 @@ from k3fuse.kernels.build.compile import Built
 from k3fuse.kernels.build.launch import LaunchConfig
 from k3fuse.kernels.build.resources import Resources
 from k3fuse.kernels.build.variant import Parameter, Plan, Variant, builder
+from k3fuse.kernels.common.tensor_map import TileMap
 
 OP = "workbench_gemv"
 ARCHS = ("sm_90a", "sm_100a", "sm_103a")
@@ -59,6 +60,10 @@ class FakeDriver:
 
     def allow_large_cluster(self, function: Any) -> None:
         self.calls.append(("allow_large_cluster", function))
+
+    def encode_tensor_map(self, tiles: TileMap, address: int) -> bytes:
+        self.calls.append(("encode_tensor_map", tiles, address))
+        return tiles.encode(address)
 
     def configure(self, config: LaunchConfig) -> Any:
         self.calls.append(("configure", config))
