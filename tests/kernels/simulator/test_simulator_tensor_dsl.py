@@ -6,6 +6,7 @@ the results must be equal.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +39,7 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def run_gemm(
     m: int, n: int, k: int, majors: tuple[str, str] = ("k", "k"), *, seed: int | None = None,
-    change: Any = None, **options: Any,
+    change: Any = None, races: bool = False, **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, Any]:  # fmt: skip
     kernel = dsl.gemm(m, n, k, a_major=majors[0], b_major=majors[1], **options)
     a, b = factors(m, n, k, _TORCH[options.get("dtype", BFloat16)])
@@ -46,7 +47,7 @@ def run_gemm(
     parameters = dsl.gemm_parameters(kernel, a, b, Fresh(d), majors)
     if change is not None:
         kernel, parameters = change(kernel, parameters)
-    report = kernel.run(parameters, seed=seed, names=["state", "a", "b", "d"])
+    report = kernel.run(parameters, seed=seed, names=["state", "a", "b", "d"], races=races)
     return d, product(a, b), report
 
 
@@ -112,22 +113,20 @@ def test_a_descriptor_with_another_swizzle() -> None:
     assert not torch.equal(got, wanted)
 
 
-@pytest.mark.parametrize(
-    ("line", "without"),
-    [
-        ("the wait for the tiles", 0),
-        ("the wait for the product", 1),
-    ],
-)
-def test_missing_waits_are_found(line: str, without: int) -> None:
-    def change(kernel: Any, parameters: list[Any]) -> Any:
-        parts = kernel.ptx.split("@P1 bra.uni DONE;")
-        assert len(parts) == 3
-        joints = ["@P1 bra.uni DONE;"] * 2
-        joints[without] = "bra.uni DONE;"
-        text = parts[0] + joints[0] + parts[1] + joints[1] + parts[2]
-        return replace(kernel, ptx=text), parameters
+def without_wait(which: int) -> Any:
+    """A change of the kernel: the wait for the tiles (0) or for the product (1) never waits."""
 
+    def change(kernel: Any, parameters: list[Any]) -> Any:
+        waits = re.findall(r"mbarrier\.try_wait\S* P1, [^;]*;", kernel.ptx)
+        assert len(waits) == 2
+        return replace(kernel, ptx=kernel.ptx.replace(waits[which], "mov.pred P1, -1;")), parameters
+
+    return change
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_missing_waits_are_found(which: int) -> None:
+    change = without_wait(which)
     found = 0
     for seed in range(10):
         try:
@@ -135,7 +134,16 @@ def test_missing_waits_are_found(line: str, without: int) -> None:
             found += not torch.equal(got, wanted)
         except (MemoryAccessError, TensorMemoryError, BarrierError):
             found += 1
-    assert found >= 8, line
+    assert found >= 8
+
+
+def test_the_race_checker_sees_what_the_tensor_core_reads() -> None:
+    """The tile is read before its mbarrier says that it is there; a control has no race."""
+    for seed in (None, 1):
+        _, _, report = run_gemm(128, 8, 64, seed=seed, races=True)
+        assert report.races == ()
+    _, _, report = run_gemm(128, 8, 64, change=without_wait(0), races=True)
+    assert any("tcgen05.mma" in str(race) for race in report.races)
 
 
 # --- block scales -----------------------------------------------------------------------------
