@@ -159,4 +159,3 @@ def alone(
         names = [p.name for p in BUILDER.plan(variant).parameters]
         launches.append(Launch(variant, [{name: values[name] for name in names}]))
     return run_sequence(launches, cache=store())
-
