@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from k3fuse.kernels.common.composition import Composition, CompositionError
-from k3fuse.kernels.common.policy import MAX_M, REFERENCE, Table
+from k3fuse.kernels.common.policy import MAX_M, REFERENCE, Row, Table
 
 
 @dataclass(frozen=True)
@@ -49,26 +49,28 @@ def run(
     inputs: Sequence[Tensor],
     specs: Sequence[Spec],
     reference: Callable[[], list[Tensor]],
+    kernel: Callable[[Row], list[Tensor]] | None = None,
 ) -> list[Tensor]:
     """Outputs of one call, as `specs` says.
 
-    The reference runs where the policy names it. A count outside the policy, or a row whose kernel
-    does not exist yet, runs the composition: what the graph held before the rewrite, so never
-    something slower than stock. Raises RuntimeError if there is none, CompositionError if it gives
-    other outputs than the op.
+    The reference runs where the policy names it, `kernel` where it names one and the tensors are on
+    a GPU. A count outside the policy, a row whose kernel does not exist yet, and tensors on another
+    device run the composition: what the graph held before the rewrite, so never something slower
+    than stock. Raises RuntimeError if there is none, CompositionError if it gives other outputs
+    than the op.
     """
     row = table.lookup(target, m)
     if m == 0:
         return [spec.empty(inputs[0]) for spec in specs]
     if row is not None and row.kernel == REFERENCE:
         return _finish(op, reference(), inputs, specs)
-    if row is not None and row.kernel is not None:
-        raise RuntimeError(
-            f"k3fuse.{op}: the policy of target {target!r} names kernel {row.kernel!r} for M={m}, "
-            "which this build cannot launch; compile for a target that it serves"
-        )
+    served = row is not None and row.kernel is not None
+    if row is not None and served and kernel is not None and inputs[0].is_cuda:
+        return kernel(row)
     if not composition:
         why = f"outside its policy (1..{MAX_M})" if row is None else row.reason
+        if served:
+            why = f"its kernel {row.kernel!r} runs on a GPU, x is on {inputs[0].device}"
         raise RuntimeError(
             f"k3fuse.{op}: M={m} on target {target!r}: {why}, and the op carries no composition to "
             "run instead; build the graph with the composition text of the replaced nodes"

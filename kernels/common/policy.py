@@ -11,6 +11,10 @@ from types import MappingProxyType
 MAX_M = 64
 REFERENCE = "reference"
 
+# Chip of a target -> the architecture its kernels are compiled for.
+CHIPS = {"gb300": "sm_103a"}
+TP_SIZES = (8, 16)
+
 
 @dataclass(frozen=True)
 class Row:
@@ -83,7 +87,22 @@ def planned(m_min: int, m_max: int, name: str, launches: int) -> Row:
     return Row(m_min, m_max, None, launches, "no kernel is built for this target yet", name)
 
 
-def table(op: str, *gb300: Row) -> Table:
-    """Table of `op`: the reference everywhere, and `gb300` for both GB300 group sizes."""
+def table(op: str, *gb300: Row, tp16: tuple[Row, ...] = ()) -> Table:
+    """Table of `op`: the reference everywhere, and `gb300` for both GB300 group sizes.
+
+    tp16: other rows for 16 ranks.
+    """
     reference = Row(1, MAX_M, REFERENCE, 1, "PyTorch reference, any device and geometry")
-    return Table(op, {REFERENCE: (reference,), "gb300:tp8": gb300, "gb300:tp16": gb300})
+    return Table(op, {REFERENCE: (reference,), "gb300:tp8": gb300, "gb300:tp16": tp16 or gb300})
+
+
+def chip_of(target: str) -> tuple[str, int]:
+    """Architecture and ranks of a target with kernels: "gb300:tp8" -> ("sm_103a", 8).
+
+    Raises ValueError for a target that has none.
+    """
+    chip, _, ranks = target.partition(":tp")
+    if chip not in CHIPS or ranks not in map(str, TP_SIZES):
+        known = ", ".join(f"{c}:tp{n}" for c in CHIPS for n in TP_SIZES)
+        raise ValueError(f"target={target!r} has no kernels; known: {known}")
+    return CHIPS[chip], int(ranks)

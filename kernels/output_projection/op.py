@@ -11,6 +11,7 @@ from k3fuse.kernels.common import check, dispatch
 from k3fuse.kernels.common.dispatch import Spec
 from k3fuse.kernels.common.library import register
 from k3fuse.kernels.output_projection import reference
+from k3fuse.kernels.output_projection.launch import Form, Residual, launch
 from k3fuse.kernels.output_projection.policy import TABLE
 
 ATTN_RES = "output_projection_attn_res"
@@ -87,6 +88,23 @@ def _run_attn_res(
         reference=lambda: reference.output_projection_attn_res(
             *arguments, eps, out_eps, round_mix, group
         ),
+        kernel=lambda row: launch(
+            row,
+            target,
+            group,
+            x,
+            weight,
+            Residual(
+                Form(num_blocks, prefix is not None, out_norm_weight is not None, round_mix, False),
+                prefix,
+                blocks,
+                score_norm_weight,
+                score_proj_weight,
+                out_norm_weight,
+                eps,
+                out_eps,
+            ),
+        ),
     )
 
 
@@ -146,6 +164,7 @@ def _run_add_rms_norm(
     group: str,
     composition: str,
 ) -> list[Tensor]:
+    flags = check.flags("rounding", rounding, reference.ROUNDING)
     return dispatch.run(
         TABLE,
         ADD_RMS_NORM,
@@ -160,8 +179,25 @@ def _run_add_rms_norm(
             residual,
             norm_weight,
             eps,
-            check.flags("rounding", rounding, reference.ROUNDING),
+            flags,
             group,
+        ),
+        kernel=lambda row: launch(
+            row,
+            target,
+            group,
+            x,
+            weight,
+            Residual(
+                Form(-1, True, True, "round_sum" in flags, "round_before_weight" in flags),
+                residual,
+                (),
+                None,
+                None,
+                norm_weight,
+                eps,
+                eps,
+            ),
         ),
     )
 

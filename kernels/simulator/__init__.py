@@ -25,7 +25,7 @@ from k3fuse.kernels.simulator.errors import (
 )
 from k3fuse.kernels.simulator.grids import Observer
 from k3fuse.kernels.simulator.launch import simulate
-from k3fuse.kernels.simulator.placement import Fresh, Multicast, Owned, Parameter
+from k3fuse.kernels.simulator.placement import Fresh, Inside, Multicast, Owned, Parameter
 from k3fuse.kernels.simulator.race_report import Access, Race
 from k3fuse.kernels.simulator.sequence import Launch, SequenceReport, simulate_sequence
 from k3fuse.kernels.simulator.tensor_map import TensorMap
@@ -36,6 +36,7 @@ __all__ = [
     "Bytes",
     "DeadlockError",
     "Fresh",
+    "Inside",
     "Launch",
     "MemoryAccessError",
     "Multicast",

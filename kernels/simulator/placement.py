@@ -37,7 +37,15 @@ class Owned:
     rank: int
 
 
-Parameter = torch.Tensor | Fresh | Owned | Multicast | TensorMap | int | float | bytes
+@dataclass(frozen=True)
+class Inside:
+    """The address `offset` bytes into a tensor: a column of a bank, a row of a batch."""
+
+    tensor: torch.Tensor
+    offset: int
+
+
+Parameter = torch.Tensor | Fresh | Owned | Inside | Multicast | TensorMap | int | float | bytes
 
 
 class Placement:
@@ -72,6 +80,13 @@ class Placement:
             return self.memory.add_multicast(members).to_bytes(8, "little")
         if isinstance(value, Owned):
             return self.place(value.tensor, value.rank, name, False).base.to_bytes(8, "little")
+        if isinstance(value, Inside):
+            start = self.place(value.tensor, rank, name, False)
+            if not 0 <= value.offset <= start.size:
+                raise ValueError(
+                    f"parameter {name}: offset {value.offset} is outside its {start.size} bytes"
+                )
+            return (start.base + value.offset).to_bytes(8, "little")
         if isinstance(value, Fresh):
             return self.place(value.tensor, rank, name, True).base.to_bytes(8, "little")
         if isinstance(value, torch.Tensor):

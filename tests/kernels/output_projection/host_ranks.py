@@ -1,0 +1,97 @@
+"""The host code of every rank, one after the other; their kernels then run in the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from k3fuse.kernels.build.cache import Cache
+from k3fuse.kernels.build.variant import Variant
+from k3fuse.kernels.common.exchange import Mapped, Workspace
+from k3fuse.kernels.common.mailbox import Mailbox
+from k3fuse.kernels.simulator import Inside, Launch, Multicast, Owned, simulate_sequence
+from k3fuse.kernels.simulator.sequence import SequenceReport
+
+MULTICAST = 1 << 60  # an address that no tensor has
+
+
+class Recorder:
+    """A runtime that keeps what would have been launched."""
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[Variant, tuple[int, ...]]] = []
+
+    def kernel(self, variant: Variant) -> Callable[..., None]:
+        return lambda *values: self.launched.append((variant, values))
+
+
+class HostRanks:
+    """`tp` ranks with mailboxes in host memory. multicast: whether the fabric has it."""
+
+    def __init__(self, tp: int, *, multicast: bool) -> None:
+        self.tp = tp
+        self.box = Mailbox(tp)
+        self.mailboxes = [torch.empty(self.box.total, dtype=torch.uint8) for _ in range(tp)]
+        addresses = tuple(m.data_ptr() for m in self.mailboxes)
+        provider: Any = None
+        self.spaces = [
+            Workspace("tp", rank, self.box, memory, Mapped(
+                addresses, MULTICAST if multicast else 0, None), provider)
+            for rank, memory in enumerate(self.mailboxes)
+        ]  # fmt: skip
+        for space in self.spaces:
+            space.fill()
+        self.cache = Cache()
+
+    def step(
+        self, call: Callable[[int, Recorder, Callable[[str, int], Workspace]], list[Tensor]],
+        inputs: list[list[Tensor]], seed: int | None = None,
+    ) -> tuple[list[list[Tensor]], SequenceReport]:  # fmt: skip
+        """Call the host code of each rank, then run what they launched; returns their results.
+
+        inputs: the tensors of each rank that the kernels may touch, besides results and mailboxes.
+        """
+        recorders = [Recorder() for _ in range(self.tp)]
+        results = []
+        for rank, recorder in enumerate(recorders):
+            def space(_: str, tp: int, at: int = rank) -> Workspace:
+                assert tp == self.tp
+                return self.spaces[at]
+
+            results.append(call(rank, recorder, space))
+        launches = []
+        for place, (variant, _) in enumerate(recorders[0].launched):
+            assert all(r.launched[place][0] == variant for r in recorders)
+            built = self.cache.get(variant)
+            plan = built.plan
+            known = [[*inputs[r], *results[r]] for r in range(self.tp)]
+            params = [
+                [self._value(p.kind, v, known[r])
+                 for p, v in zip(plan.parameters, recorders[r].launched[place][1], strict=True)]
+                for r in range(self.tp)
+            ]  # fmt: skip
+            launches.append(
+                Launch(
+                    built.ptx, plan.grid, plan.block, params, cluster=plan.cluster,
+                    dynamic_smem=plan.dynamic_smem, pdl=plan.pdl,
+                    names=[p.name for p in plan.parameters],
+                )
+            )  # fmt: skip
+        return results, simulate_sequence(launches, ranks=self.tp, seed=seed)
+
+    def _value(self, kind: str, value: int, tensors: list[Tensor]) -> Any:
+        if kind != "pointer" or not value:
+            return value
+        if value == MULTICAST:
+            return Multicast(tuple(self.mailboxes))
+        for rank, mailbox in enumerate(self.mailboxes):
+            if value == mailbox.data_ptr():
+                return Owned(mailbox, rank)
+        for tensor in tensors:
+            offset = value - tensor.data_ptr()
+            if 0 <= offset < tensor.nbytes:
+                return Inside(tensor, offset)
+        raise AssertionError(f"{value:#x} is the address of no tensor of the rank")
