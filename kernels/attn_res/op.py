@@ -8,6 +8,7 @@ from torch import Tensor
 
 from k3fuse.kernels.attn_res import reference
 from k3fuse.kernels.attn_res.check import residual_sources, score_and_norm
+from k3fuse.kernels.attn_res.launch import launch
 from k3fuse.kernels.attn_res.policy import TABLE
 from k3fuse.kernels.common import check, dispatch
 from k3fuse.kernels.common.dispatch import Spec
@@ -71,6 +72,7 @@ def _run(
         inputs=dispatch.operands(attn_res, arguments),
         specs=_specs(*arguments),
         reference=lambda: reference.attn_res(*arguments, eps, out_eps, round_mix),
+        kernel=lambda row: launch(row, target, *arguments, eps, out_eps, round_mix),
     )
 
 

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from k3fuse.kernels.build.variant import Variant
 from k3fuse.kernels.common.exchange import Workspace, workspace
+from k3fuse.kernels.common.operands import address, block_rows, float_bits, pitch, readable
 from k3fuse.kernels.common.policy import Row, chip_of
 from k3fuse.kernels.common.runtime import RUNTIME, Runtime
 from k3fuse.kernels.output_projection.builder import BUILDER, config_of
 from k3fuse.kernels.output_projection.config import CONSUMER, FUSED, PRODUCER, Config
 from k3fuse.kernels.output_projection.policy import FUSED as FUSED_KERNEL
 from k3fuse.kernels.output_projection.policy import TWO_SHOT
-
-_ALIGNMENT = 16  # bytes; the kernels move 16 at a time
-_PITCH = 8  # elements of BF16 in 16 bytes
 
 
 @dataclass(frozen=True)
@@ -89,71 +85,35 @@ def launch(
     """
     _, tp = chip_of(target)
     mailboxes = space(group, tp)
-    rows = _Rows(x, residual)
+    x_rows = readable(x)
+    prefix = None if residual.prefix is None else readable(residual.prefix)
+    blocks = block_rows(residual.blocks, max(residual.form.blocks, 0))
     out, new_prefix = (x.new_empty(x.shape[0], weight.shape[0]) for _ in range(2))
-    tensors = {
-        "x": rows.x,
-        "weight": weight,
-        "prefix": rows.prefix,
-        "score_norm": residual.score_norm,
-        "score_proj": residual.score_proj,
-        "out_norm": residual.out_norm,
-        "out": out,
-        "new_prefix": new_prefix,
-        **{f"block{i}": block for i, block in enumerate(rows.blocks)},
+    values = {
+        "x": address(x_rows),
+        "weight": address(weight),
+        "mailbox": mailboxes.own,
+        "prefix": address(prefix),
+        "score_norm": address(residual.score_norm),
+        "score_proj": address(residual.score_proj),
+        "out_norm": address(residual.out_norm),
+        "out": address(out),
+        "new_prefix": address(new_prefix),
+        **{f"block{i}": address(block) for i, block in enumerate(blocks)},
+        "multicast": mailboxes.mapped.multicast,
+        **{f"mailbox{rank}": there for rank, there in enumerate(mailboxes.mapped.addresses)},
+        "m": x.shape[0],
+        "rank": mailboxes.rank,
+        "x_pitch": pitch(x_rows),
+        "prefix_pitch": 0 if prefix is None else pitch(prefix),
+        "block_pitch": pitch(blocks[0]) if blocks else 0,
+        "eps": float_bits(residual.eps),
+        "out_eps": float_bits(residual.out_eps),
     }
-    values = {name: 0 if t is None else t.data_ptr() for name, t in tensors.items()}
-    values["mailbox"] = mailboxes.own
-    values["multicast"] = mailboxes.mapped.multicast
-    for rank, address in enumerate(mailboxes.mapped.addresses):
-        values[f"mailbox{rank}"] = address
-    values.update(
-        m=x.shape[0],
-        rank=mailboxes.rank,
-        x_pitch=_pitch(rows.x),
-        prefix_pitch=0 if rows.prefix is None else _pitch(rows.prefix),
-        block_pitch=_pitch(rows.blocks[0]) if rows.blocks else 0,
-        eps=_bits(residual.eps),
-        out_eps=_bits(residual.out_eps),
-    )
     for variant in variants(row, target, residual.form, mailboxes.multicast):
         runtime.kernel(variant)(*(values[name] for name in _names(config_of(variant))))
     return [out, new_prefix]
 
 
-class _Rows:
-    """The rows of one call as the kernels read them: 16-byte pieces, one pitch for all blocks."""
-
-    def __init__(self, x: Tensor, residual: Residual) -> None:
-        self.x = _readable(x)
-        self.prefix = None if residual.prefix is None else _readable(residual.prefix)
-        count, blocks = max(residual.form.blocks, 0), list(residual.blocks)
-        if len(blocks) == 1 and blocks[0].dim() == 3:
-            bank = blocks[0]
-            blocks = [bank[:, i] for i in range(count)]
-        self.blocks = [_readable(block) for block in blocks[:count]]
-        if len({_pitch(block) for block in self.blocks}) > 1:
-            self.blocks = [block.contiguous() for block in self.blocks]
-
-
-def _readable(rows: Tensor) -> Tensor:
-    """The rows, copied where a row is not a run of aligned 16-byte pieces."""
-    aligned = rows.data_ptr() % _ALIGNMENT == 0 and _pitch(rows) % _PITCH == 0
-    if rows.stride(1) == 1 and aligned:
-        return rows
-    # `contiguous` would return a row at an odd address as it is.
-    return rows.clone(memory_format=torch.contiguous_format)
-
-
-def _pitch(rows: Tensor) -> int:
-    """Elements from one row to the next; that of a lone row means nothing."""
-    return rows.stride(0) if rows.shape[0] > 1 else rows.shape[1]
-
-
 def _names(config: Config) -> tuple[str, ...]:
     return (*config.pointers, *config.block_pointers, *config.targets, *config.sizes)
-
-
-def _bits(value: float) -> int:
-    """The bits of an FP32 number as a signed integer."""
-    return int(struct.unpack("<i", struct.pack("<f", value))[0])

@@ -57,6 +57,7 @@ class HostRanks:
         recorders = [Recorder() for _ in range(self.tp)]
         results = []
         for rank, recorder in enumerate(recorders):
+
             def space(_: str, tp: int, at: int = rank) -> Workspace:
                 assert tp == self.tp
                 return self.spaces[at]

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from host_ranks import HostRanks, Recorder
 from torch import Tensor
 
-from host_ranks import HostRanks, Recorder
 from k3fuse.kernels.attn_res.reference import attn_res
 from k3fuse.kernels.common.collective import ordered_sum
 from k3fuse.kernels.common.numerics import linear, rms_norm
