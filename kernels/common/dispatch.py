@@ -64,13 +64,12 @@ def run(
         return [spec.empty(inputs[0]) for spec in specs]
     if row is not None and row.kernel == REFERENCE:
         return _finish(op, reference(), inputs, specs)
-    served = row is not None and row.kernel is not None
-    if row is not None and served and kernel is not None and inputs[0].is_cuda:
+    if row is not None and row.kernel is not None and kernel is not None and inputs[0].is_cuda:
         return kernel(row)
     if not composition:
         why = f"outside its policy (1..{MAX_M})" if row is None else row.reason
-        if served:
-            why = f"its kernel {row.kernel!r} runs on a GPU, x is on {inputs[0].device}"
+        if row is not None and row.kernel is not None:
+            why = f"its kernel {row.kernel!r} runs on a GPU, the operands are on {inputs[0].device}"
         raise RuntimeError(
             f"k3fuse.{op}: M={m} on target {target!r}: {why}, and the op carries no composition to "
             "run instead; build the graph with the composition text of the replaced nodes"

@@ -84,9 +84,7 @@ def test_without_a_plan_only_what_has_a_kernel_is_rewritten() -> None:
 def test_a_graph_without_a_kernel_stays_as_it_was() -> None:
     file = stored("layer1_tp8_m4_opaque")
     before = graph_text(file.module.graph)
-    report = run(
-        file.module, "gb300:tp8", groups=file.meta["groups"], disable=tuple(sorted(BUILT))
-    )
+    report = run(file.module, "gb300:tp8", groups=file.meta["groups"], disable=tuple(sorted(BUILT)))
     assert {s.reasons[0].code.value for s in report.sites} >= {"KERNEL_UNAVAILABLE"}
     assert graph_text(file.module.graph) == before
     assert report.nodes_before == report.nodes_after

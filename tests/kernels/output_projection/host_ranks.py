@@ -44,7 +44,6 @@ class HostRanks:
         ]  # fmt: skip
         for space in self.spaces:
             space.fill()
-        self.cache = Cache()
 
     def step(
         self, call: Callable[[int, Recorder, Callable[[str, int], Workspace]], list[Tensor]],
@@ -63,17 +62,30 @@ class HostRanks:
                 return self.spaces[at]
 
             results.append(call(rank, recorder, space))
+        known = [[*inputs[rank], *results[rank]] for rank in range(self.tp)]
+        return results, self.simulate(recorders, known, self.mailboxes, seed)
+
+    @classmethod
+    def simulate(
+        cls,
+        recorders: list[Recorder],
+        known: list[list[Tensor]],
+        mailboxes: list[Tensor] | None = None,
+        seed: int | None = None,
+    ) -> SequenceReport:
+        """Run what each rank launched. known: the tensors of each rank that may be touched."""
         launches = []
         for place, (variant, _) in enumerate(recorders[0].launched):
             assert all(r.launched[place][0] == variant for r in recorders)
-            built = self.cache.get(variant)
+            built = Cache().get(variant)
             plan = built.plan
-            known = [[*inputs[r], *results[r]] for r in range(self.tp)]
             params = [
-                [self._value(p.kind, v, known[r])
-                 for p, v in zip(plan.parameters, recorders[r].launched[place][1], strict=True)]
-                for r in range(self.tp)
-            ]  # fmt: skip
+                [
+                    cls._value(p.kind, v, known[rank], mailboxes or [])
+                    for p, v in zip(plan.parameters, recorder.launched[place][1], strict=True)
+                ]
+                for rank, recorder in enumerate(recorders)
+            ]
             launches.append(
                 Launch(
                     built.ptx, plan.grid, plan.block, params, cluster=plan.cluster,
@@ -81,14 +93,15 @@ class HostRanks:
                     names=[p.name for p in plan.parameters],
                 )
             )  # fmt: skip
-        return results, simulate_sequence(launches, ranks=self.tp, seed=seed)
+        return simulate_sequence(launches, ranks=len(recorders), seed=seed)
 
-    def _value(self, kind: str, value: int, tensors: list[Tensor]) -> Any:
+    @staticmethod
+    def _value(kind: str, value: int, tensors: list[Tensor], mailboxes: list[Tensor]) -> Any:
         if kind != "pointer" or not value:
             return value
         if value == MULTICAST:
-            return Multicast(tuple(self.mailboxes))
-        for rank, mailbox in enumerate(self.mailboxes):
+            return Multicast(tuple(mailboxes))
+        for rank, mailbox in enumerate(mailboxes):
             if value == mailbox.data_ptr():
                 return Owned(mailbox, rank)
         for tensor in tensors:
