@@ -57,14 +57,13 @@ class AttnRes:
     def plan(self, variant: Variant) -> Plan:
         """A cluster of 7 CTAs a token."""
         config = config_of(variant)
-        addresses = (*config.pointers, *config.block_pointers)
         return Plan(
             grid=(CLUSTER * config.m, 1, 1),
             block=(CONSUMER_THREADS, 1, 1),
             cluster=(CLUSTER, 1, 1),
             dynamic_smem=residual_bytes(config.blocks),
             parameters=(
-                *(Parameter(name, "pointer") for name in addresses),
+                *(Parameter(name, "pointer") for name in config.addresses),
                 *(Parameter(name, "i32") for name in config.sizes),
             ),
             pdl=True,

@@ -31,6 +31,11 @@ class Config:
         return tuple(f"block{i}" for i in range(self.blocks))
 
     @property
+    def addresses(self) -> tuple[str, ...]:
+        """Names of all address parameters in order."""
+        return (*self.pointers, *self.block_pointers)
+
+    @property
     def sizes(self) -> tuple[str, ...]:
         """Names of the 32-bit parameters; eps and out_eps are the bits of a float."""
         return ("m", "prefix_pitch", "delta_pitch", "block_pitch", "eps", "out_eps")

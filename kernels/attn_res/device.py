@@ -25,9 +25,8 @@ from k3fuse.kernels.common.geometry import (
 
 def arguments(config: Config) -> tuple[Any, ...]:
     """Stand-ins for the parameters and a stream."""
-    addresses = (config.pointers, config.block_pointers)
     return (
-        *(tuple(Int64(0) for _ in names) for names in addresses),
+        tuple(Int64(0) for _ in config.addresses),
         tuple(Int32(0) for _ in config.sizes),
         make_fake_stream(),
     )
@@ -42,13 +41,12 @@ class AttnRes:
     @cute.jit
     def __call__(
         self,
-        pointers: tuple[Any, ...],
-        blocks: tuple[Any, ...],
+        addresses: tuple[Any, ...],
         sizes: tuple[Any, ...],
         stream: CUstream,
     ) -> None:
         """Launch; only its trace is used, for compilation."""
-        self.attn_res(pointers, blocks, sizes).launch(
+        self.attn_res(addresses, sizes).launch(
             grid=[CLUSTER * self.config.m, 1, 1],
             block=[CONSUMER_THREADS, 1, 1],
             cluster=[CLUSTER, 1, 1],
@@ -57,16 +55,14 @@ class AttnRes:
         )
 
     @cute.kernel
-    def attn_res(
-        self, pointers: tuple[Any, ...], blocks: tuple[Any, ...], sizes: tuple[Any, ...]
-    ) -> None:
+    def attn_res(self, addresses: tuple[Any, ...], sizes: tuple[Any, ...]) -> None:
         """Weights before the predecessor has ended; then sources, mix, norm."""
         config = self.config
         named = {
-            **dict(zip(config.pointers, pointers, strict=True)),
+            **dict(zip(config.pointers, addresses, strict=False)),
             **dict(zip(config.sizes, sizes, strict=True)),
         }
-        given = SimpleNamespace(blocks=list(blocks), **named)
+        given = SimpleNamespace(blocks=list(addresses[len(config.pointers) :]), **named)
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         layout = cute.make_layout(residual_bytes(config.blocks))

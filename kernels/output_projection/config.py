@@ -74,6 +74,11 @@ class Config:
         return tuple(f"mailbox{rank}" for rank in range(self.tp))
 
     @property
+    def addresses(self) -> tuple[str, ...]:
+        """Names of all address parameters in order."""
+        return (*self.pointers, *self.block_pointers, *self.targets)
+
+    @property
     def sizes(self) -> tuple[str, ...]:
         """Names of the 32-bit parameters; eps and out_eps are the bits of a float."""
         if self.stage == PRODUCER:

@@ -39,20 +39,21 @@ def form_of(config: Config) -> Form:
     return Form(config.blocks, config.norm, config.round_mix, config.round_before)
 
 
-def operands(config: Config, pointers: Any, blocks: Any, targets: Any, sizes: Any) -> Any:
+def operands(config: Config, addresses: Any, sizes: Any) -> Any:
     """The kernel's parameters by name; blocks and targets as lists."""
+    first, second = len(config.pointers), len(config.pointers) + len(config.block_pointers)
     named = {
-        **dict(zip(config.pointers, pointers, strict=True)),
+        **dict(zip(config.pointers, addresses[:first], strict=True)),
         **dict(zip(config.sizes, sizes, strict=True)),
     }
-    return SimpleNamespace(blocks=list(blocks), targets=list(targets), **named)
+    blocks, targets = list(addresses[first:second]), list(addresses[second:])
+    return SimpleNamespace(blocks=blocks, targets=targets, **named)
 
 
 def arguments(config: Config) -> tuple[Any, ...]:
     """Stand-ins for the parameters and a stream."""
-    addresses = (config.pointers, config.block_pointers, config.targets)
     return (
-        *(tuple(Int64(0) for _ in names) for names in addresses),
+        tuple(Int64(0) for _ in config.addresses),
         tuple(Int32(0) for _ in config.sizes),
         make_fake_stream(),
     )
@@ -139,14 +140,12 @@ class Fused(Projection):
     @cute.jit
     def __call__(
         self,
-        pointers: tuple[Any, ...],
-        blocks: tuple[Any, ...],
-        targets: tuple[Any, ...],
+        addresses: tuple[Any, ...],
         sizes: tuple[Any, ...],
         stream: CUstream,
     ) -> None:
         """Launch; only its trace is used, for compilation."""
-        self.output_projection(pointers, blocks, targets, sizes).launch(
+        self.output_projection(addresses, sizes).launch(
             grid=[PRODUCERS, 1, 1],
             block=[FUSED_THREADS, 1, 1],
             cluster=[CLUSTER, 1, 1],
@@ -155,15 +154,9 @@ class Fused(Projection):
         )
 
     @cute.kernel
-    def output_projection(
-        self,
-        pointers: tuple[Any, ...],
-        blocks: tuple[Any, ...],
-        targets: tuple[Any, ...],
-        sizes: tuple[Any, ...],
-    ) -> None:
+    def output_projection(self, addresses: tuple[Any, ...], sizes: tuple[Any, ...]) -> None:
         """Warps 0-7 project and publish; warps 8-11 of the first M clusters sum and normalise."""
-        given = operands(self.config, pointers, blocks, targets, sizes)
+        given = operands(self.config, addresses, sizes)
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         base = shared_memory(self.shared.total)

@@ -96,14 +96,13 @@ def plan_of(config: Config) -> Plan:
     threads = {
         FUSED: FUSED_THREADS, PRODUCER: PRODUCER_THREADS, CONSUMER: CONSUMER_THREADS,
     }[config.stage]  # fmt: skip
-    addresses = (*config.pointers, *config.block_pointers, *config.targets)
     return Plan(
         grid=(CLUSTER * config.m if config.stage == CONSUMER else PRODUCERS, 1, 1),
         block=(threads, 1, 1),
         cluster=(CLUSTER, 1, 1),
         dynamic_smem=Shared(config).total,
         parameters=(
-            *(Parameter(name, "pointer") for name in addresses),
+            *(Parameter(name, "pointer") for name in config.addresses),
             *(Parameter(name, "i32") for name in config.sizes),
         ),
         pdl=True,

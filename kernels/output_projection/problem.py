@@ -75,6 +75,7 @@ class Problem:
     out: list[Tensor] = field(default_factory=list)
     new_prefix: list[Tensor] = field(default_factory=list)
     arch: str = "sm_103a"
+    pitch: int = 0  # elements between rows of x, k by default
 
     def __post_init__(self) -> None:
         for rows in (self.out, self.new_prefix):
@@ -118,7 +119,7 @@ class Problem:
             **self._copies[rank],
             "out": Fresh(self.out[rank]), "new_prefix": Fresh(self.new_prefix[rank]),
             "mailbox": self.boxes[rank], "multicast": Multicast(tuple(self.boxes)),
-            "m": self.m, "rank": rank, "x_pitch": k, "prefix_pitch": HIDDEN,
+            "m": self.m, "rank": rank, "x_pitch": self.pitch or k, "prefix_pitch": HIDDEN,
             "block_pitch": HIDDEN, "eps": bits(EPS), "out_eps": bits(OUT_EPS),
         }  # fmt: skip
         if self.x:

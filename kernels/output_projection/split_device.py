@@ -43,14 +43,12 @@ class Producer(Projection):
     @cute.jit
     def __call__(
         self,
-        pointers: tuple[Any, ...],
-        blocks: tuple[Any, ...],
-        targets: tuple[Any, ...],
+        addresses: tuple[Any, ...],
         sizes: tuple[Any, ...],
         stream: CUstream,
     ) -> None:
         """Launch; only its trace is used, for compilation."""
-        self.output_projection_producer(pointers, blocks, targets, sizes).launch(
+        self.output_projection_producer(addresses, sizes).launch(
             grid=[PRODUCERS, 1, 1],
             block=[PRODUCER_THREADS, 1, 1],
             cluster=[CLUSTER, 1, 1],
@@ -60,14 +58,10 @@ class Producer(Projection):
 
     @cute.kernel
     def output_projection_producer(
-        self,
-        pointers: tuple[Any, ...],
-        blocks: tuple[Any, ...],
-        targets: tuple[Any, ...],
-        sizes: tuple[Any, ...],
+        self, addresses: tuple[Any, ...], sizes: tuple[Any, ...]
     ) -> None:
         """Load W, then group by group: wait for x, multiply, publish, fetch a later group."""
-        given = operands(self.config, pointers, blocks, targets, sizes)
+        given = operands(self.config, addresses, sizes)
         shared = self.shared
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
@@ -149,14 +143,12 @@ class Consumer:
     @cute.jit
     def __call__(
         self,
-        pointers: tuple[Any, ...],
-        blocks: tuple[Any, ...],
-        targets: tuple[Any, ...],
+        addresses: tuple[Any, ...],
         sizes: tuple[Any, ...],
         stream: CUstream,
     ) -> None:
         """Launch; only its trace is used, for compilation."""
-        self.output_projection_consumer(pointers, blocks, targets, sizes).launch(
+        self.output_projection_consumer(addresses, sizes).launch(
             grid=[CLUSTER * self.config.m, 1, 1],
             block=[CONSUMER_THREADS, 1, 1],
             cluster=[CLUSTER, 1, 1],
@@ -166,18 +158,14 @@ class Consumer:
 
     @cute.kernel
     def output_projection_consumer(
-        self,
-        pointers: tuple[Any, ...],
-        blocks: tuple[Any, ...],
-        targets: tuple[Any, ...],
-        sizes: tuple[Any, ...],
+        self, addresses: tuple[Any, ...], sizes: tuple[Any, ...]
     ) -> None:
         """The sources' part before the producer has ended, then sum, mix and normalise.
 
         Sources may be read before the wait: the producer waited for its own predecessor, and so
         for whoever wrote them, before it let this grid start.
         """
-        given = operands(self.config, pointers, blocks, targets, sizes)
+        given = operands(self.config, addresses, sizes)
         config, box = self.config, self.config.box
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
