@@ -1,4 +1,4 @@
-"""The projection: partial rows, what is published, and that neither batch nor grid shows in them."""
+"""The projection: partial rows, what is published, no trace of batch size or grid in them."""
 
 from __future__ import annotations
 
