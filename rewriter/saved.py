@@ -142,7 +142,7 @@ def site_diffs(path: Path, saved: SavedReport) -> list[dict[str, Any]]:
     if not folder.is_dir():
         raise SavedError(
             f"{str(path)!r} is no dump folder of one graph, so it has no graph texts; "
-            "inspect with --dump, or name one of its graph_001, graph_002, ..."
+            "inspect with --dump, or name one of its graph_001 folders"
         )
     found = []
     for site in saved.sites:

@@ -165,7 +165,10 @@ def test_every_option_is_described(generate: ModuleType) -> None:
 
 def commands(page: Path) -> list[list[str]]:
     """Words of every `$ k3fuse ...` line in a page's console blocks."""
-    return [shlex.split(x) for x in re.findall(r"^\$ .*?\b(k3fuse .+)$", page.read_text(), re.M)]
+    return [
+        shlex.split(x, comments=True)
+        for x in re.findall(r"^\$ .*?\b(k3fuse .+)$", page.read_text(), re.M)
+    ]
 
 
 def check_command(words: list[str]) -> None:
