@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from k3fuse.kernels.simulator import Bytes, Fresh, Multicast, Owned
+from k3fuse.kernels.simulator import Bytes, Fresh, Inside, Multicast, Owned, TensorMap
 
 Traffic = Mapping[tuple[int, str, int, str], Bytes]
 _Key = tuple[int, int]
@@ -18,7 +18,8 @@ _Key = tuple[int, int]
 
 def owned_tensor(value: object) -> torch.Tensor | None:
     """The tensor of a parameter that passes the rank's own memory; None for anything else."""
-    found = value.tensor if isinstance(value, Fresh) else value
+    own = isinstance(value, Fresh | Inside) or (isinstance(value, TensorMap) and value.rank is None)
+    found = getattr(value, "tensor", None) if own else value
     return found if isinstance(found, torch.Tensor) else None
 
 
@@ -65,5 +66,9 @@ def _buffers(value: object, rank: int) -> Iterator[tuple[torch.Tensor, int]]:
         yield from ((tensor, owner) for owner, tensor in enumerate(value.tensors))
     elif isinstance(value, Owned):
         yield value.tensor, value.rank
+    elif isinstance(value, Inside):
+        yield value.tensor, rank
+    elif isinstance(value, TensorMap):
+        yield value.tensor, rank if value.rank is None else value.rank
     elif (tensor := owned_tensor(value)) is not None:
         yield tensor, rank

@@ -19,10 +19,10 @@ from k3fuse.kernels.build.variant import Plan, Variant
 from k3fuse.kernels.check.engine import Call, buffer_names, execute
 from k3fuse.kernels.check.naming import Naming, Traffic, owned_tensor
 from k3fuse.kernels.check.report import RunReport, SequenceReport
-from k3fuse.kernels.simulator import Fresh, Multicast, Owned
+from k3fuse.kernels.simulator import Fresh, Inside, Multicast, Owned, TensorMap
 
 # What a parameter may be, as `simulate` takes it.
-Value = torch.Tensor | Fresh | Owned | Multicast | int
+Value = torch.Tensor | Fresh | Owned | Inside | Multicast | TensorMap | int
 Rank = Mapping[str, Value]
 
 
@@ -127,12 +127,18 @@ def _ordered(built: Built, rank: int, values: Rank) -> list[Value]:
             )
         value = values[parameter.name]
         number = isinstance(value, int)
-        if not number and not isinstance(value, torch.Tensor | Fresh | Owned | Multicast):
+        if not isinstance(value, Value):
             raise ParameterError(
                 f"{where}: parameter {parameter.name!r} is a {type(value).__name__}; use a CPU "
-                "tensor, Fresh, Owned, Multicast or an int"
+                "tensor, Fresh, Owned, Inside, Multicast, TensorMap or an int"
             )
-        if not number and parameter.kind != "pointer":
+        if parameter.tiles is not None:
+            if not isinstance(value, TensorMap) or value.tiles() != parameter.tiles:
+                raise ParameterError(
+                    f"{where}: parameter {parameter.name!r} is a tensor map; give "
+                    "TensorMap.of(tensor, parameter.tiles) with the plan's parameter"
+                )
+        elif not number and parameter.kind != "pointer":
             raise ParameterError(
                 f"{where}: parameter {parameter.name!r} is an {parameter.kind}; give an int"
             )

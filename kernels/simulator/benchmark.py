@@ -1,7 +1,7 @@
 """What the simulator itself costs: processor seconds and peak memory of a few runs at K3 sizes.
 
 Every case runs in a process of its own, since the peak of a process never falls. Seconds are those
-of the fastest of a few runs, translation excluded (but in the exchange, which runs once), as
+of the fastest of a few runs, translation excluded (but in cases that run once), as
 processor time: it depends less than wall time on what else the machine does.
 """
 
@@ -21,8 +21,9 @@ import torch
 
 from k3fuse.kernels.build import builder
 from k3fuse.kernels.build.cache import Cache
-from k3fuse.kernels.build.compile import compile_variant, dsl_installed
+from k3fuse.kernels.build.compile import Built, compile_variant, dsl_installed
 from k3fuse.kernels.build.errors import BuildError
+from k3fuse.kernels.build.variant import Variant
 from k3fuse.kernels.simulator import exchange_kernel as exchange
 from k3fuse.kernels.simulator.counters import SimReport
 from k3fuse.kernels.simulator.launch import simulate
@@ -49,6 +50,7 @@ CASES = (
     Case("gemv", 1, 1, 0.15, 1.0, 5),
     Case("gemv", 1, 8, 0.6, 1.0, 3),
     Case("exchange", 16, 8, 5.0, 3.0, 1),
+    Case("output_projection", 16, 8, 5.0, 3.0, 1),
 )
 
 
@@ -90,16 +92,7 @@ def measure(case: Case, cache: Path | None = None) -> Result:
 
 def _gemv(case: Case, cache: Path | None) -> Callable[[], SimReport]:
     sizes = {"m": case.m, "n": case.n, "k": case.k}
-    variant = builder("workbench_gemv").variant("sm_103a", sizes, {})
-    store = Cache(cache)
-    built = store.peek(variant)
-    if built is None:
-        if not dsl_installed():
-            raise BuildError(
-                "the gemv is not in the cache of kernels and the DSL is missing; "
-                "pip install 'k3fuse[kernels]'"
-            )
-        built = compile_variant(variant)
+    built = _built(builder("workbench_gemv").variant("sm_103a", sizes, {}), cache)
     x, w = torch.randn(case.m, case.k).bfloat16(), torch.randn(case.n, case.k).bfloat16()
     y = torch.zeros(case.m, case.n).bfloat16()
     plan, text = built.plan, built.ptx
@@ -107,6 +100,34 @@ def _gemv(case: Case, cache: Path | None) -> Callable[[], SimReport]:
         text, grid=plan.grid, block=plan.block, dynamic_smem=plan.dynamic_smem,
         params=[[x, w, Fresh(y)]], names=["x", "w", "y"],
     )  # fmt: skip
+
+
+def _output_projection(case: Case, cache: Path | None) -> Callable[[], SimReport]:
+    """The fused kernel, AttnRes over 8 blocks, all ranks, with multicast."""
+    from k3fuse.kernels.output_projection import problem
+    from k3fuse.kernels.output_projection.builder import config_of
+
+    sizes = {"max_m": case.m}
+    (variant,) = problem.variants(case.ranks, case.m, sizes, fused=True)
+    built = _built(variant, cache)
+    step = problem.make(config_of(variant), case.m).launch(variant)
+    plan, text = built.plan, built.ptx
+    names = [p.name for p in plan.parameters]
+    return lambda: simulate(
+        text, grid=plan.grid, block=plan.block, cluster=plan.cluster,
+        dynamic_smem=plan.dynamic_smem, ranks=case.ranks, names=names,
+        params=[[values[name] for name in names] for values in step.ranks],
+    )  # fmt: skip
+
+
+def _built(variant: Variant, cache: Path | None) -> Built:
+    found = Cache(cache).peek(variant)
+    if found is None and not dsl_installed():
+        raise BuildError(
+            f"{variant.label} is not in the cache of kernels and the DSL is missing; "
+            "pip install 'k3fuse[kernels]'"
+        )
+    return found or compile_variant(variant)
 
 
 def _exchange(case: Case) -> Callable[[], SimReport]:
@@ -134,7 +155,8 @@ def _peak() -> float:
 
 
 def _child(case: Case, cache: Path | None) -> dict[str, float]:
-    run = _gemv(case, cache) if case.name == "gemv" else _exchange(case)
+    makers = {"gemv": _gemv, "output_projection": _output_projection}
+    run = makers[case.name](case, cache) if case.name in makers else _exchange(case)
     best, report = float("inf"), None
     for _ in range(case.runs + (case.runs > 1)):  # the first of several also translates
         started = time.process_time()

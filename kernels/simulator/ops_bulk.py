@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from k3fuse.kernels.simulator.bulk_in import check_run, cut
 from k3fuse.kernels.simulator.errors import MemoryAccessError
 from k3fuse.kernels.simulator.machine import Copy, Frame, Group, Step
 from k3fuse.kernels.simulator.memory import Origin
-from k3fuse.kernels.simulator.ops_async import check_run, cut
 from k3fuse.kernels.simulator.ops_atomic import apply_atomic
 from k3fuse.kernels.simulator.ops_sync import barrier_places
 from k3fuse.kernels.simulator.ops_tensor_copy import combine, tensor_reduce

@@ -17,6 +17,7 @@ from k3fuse.kernels.build.compile import compile_variant
 from k3fuse.kernels.build.errors import BuildError, LaunchError, VariantError
 from k3fuse.kernels.build.launch import Launcher
 from k3fuse.kernels.build.variant import Parameter, Plan, offsets
+from k3fuse.kernels.check import ParameterError, run
 from k3fuse.kernels.common.tensor_map import TileMap
 from k3fuse.kernels.simulator import TensorMap, simulate
 from test_launch import FakeApi, driver_of
@@ -56,6 +57,14 @@ def test_plans_with_maps_are_plain_data() -> None:
         Plan.from_json(data)
 
 
+def test_the_author_s_call_wants_the_map_of_the_plan() -> None:
+    kernel = replace(made(), plan=BUILDER.plan(BUILDER.variant("sm_103a", {}, {})), ptx="none")
+    source = torch.zeros(ROWS, 64).bfloat16()
+    for wrong in (source, TensorMap(source, (8, 8))):
+        with pytest.raises(ParameterError, match=r"'source' is a tensor map; give TensorMap.of"):
+            run(kernel, [{"source": wrong, "skip": 0, "target": source}])
+
+
 def test_a_kernel_with_maps(listed: None, tmp_path: Path) -> None:
     pytest.importorskip("cutlass")
     for arch in ("sm_90a", "sm_103a"):
@@ -75,6 +84,11 @@ def test_a_kernel_with_maps(listed: None, tmp_path: Path) -> None:
             dynamic_smem=loaded.plan.dynamic_smem, names=["source", "skip", "target"],
             params=[[TensorMap.of(source, first), skip, TensorMap.of(target, last, fresh=True)]],
         )  # fmt: skip
+        again = torch.zeros(ROWS, 64).bfloat16()
+        maps = {"source": TensorMap.of(source, first), "target": TensorMap.of(again, last)}
+        named = run(loaded, [{**maps, "skip": skip}])
+        assert torch.equal(again, target)
+        assert {b.name for b in named.buffers()} == {"source", "target"}
         wanted = source.roll(-skip * BOX, 0)
         wanted[ROWS - skip * BOX :] = 0
         assert torch.equal(target, wanted)

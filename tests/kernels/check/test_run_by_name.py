@@ -13,7 +13,13 @@ from hand_kernels import DOUBLE, built, double, exchange, exchange_step
 from k3fuse.kernels.build.errors import BuildError
 from k3fuse.kernels.build.variant import Parameter
 from k3fuse.kernels.check import Launch, ParameterError, RunReport, run, run_sequence
-from k3fuse.kernels.simulator import Fresh, MemoryAccessError, Multicast, OverlapError
+from k3fuse.kernels.simulator import (
+    Fresh,
+    Inside,
+    MemoryAccessError,
+    Multicast,
+    OverlapError,
+)
 
 
 def xy(count: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
@@ -165,3 +171,12 @@ def test_integers_and_multicast_addresses_are_parameters() -> None:
     report = run(kernel, ranks)
     assert all(torch.equal(row, torch.full((32,), 2.0)) for row in rows)
     assert [list(outputs) for outputs in report.outputs] == [["own"], ["own"]]
+
+
+def test_an_address_inside_a_tensor() -> None:
+    bank, y = torch.arange(96.0), torch.full((32,), -1.0)
+    report = run(double(), [{"x": Inside(bank, 128), "y": Fresh(y)}])
+    assert torch.equal(y, 2 * bank[32:64])
+    assert {b.name for b in report.buffers()} == {"x", "y"}
+    with pytest.raises(ValueError, match="parameter x: offset 388 is outside its 384 bytes"):
+        run(double(), [{"x": Inside(bank, 388), "y": Fresh(y)}])

@@ -315,3 +315,49 @@ def test_unsupported_ptx_is_an_error_with_its_line(line: str) -> None:
     number = 1 + next(at for at, item in enumerate(text.split("\n")) if item.startswith(line))
     assert caught.value.line == number
     assert str(caught.value).startswith(f"line {number}: unsupported PTX `{line[:12]}")
+
+
+# Lanes 0 to 3 copy 16 x (lane + 1) bytes each, all counted by one mbarrier.
+RUNS = """
+  mov.u32 %r6, buffer;
+  setp.ne.u32 %p1, %r0, 0;
+  @%p1 bra READY;
+  mbarrier.init.shared::cta.b64 [%r6], 1;
+  mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r6], 160;
+  fence.mbarrier_init.release.cluster;
+READY:
+  bar.sync 0;
+  setp.gt.u32 %p1, %r0, 3;
+  @%p1 bra WAIT;
+  add.u32 %r7, %r0, 1;
+  shl.b32 %r7, %r7, 4;
+  shl.b32 %r8, %r0, 6;
+  add.u32 %r8, %r6, %r8;
+  add.u32 %r8, %r8, 128;
+  mul.wide.u32 %d11, %r0, 64;
+  add.s64 %d12, %d0, %d11;
+  cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r8], [%d12], %r7, [%r6];
+WAIT:
+  mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r6], 0;
+  @!%p2 bra WAIT;
+  setp.gt.u32 %p1, %r0, 3;
+  @%p1 bra DONE;
+  shl.b32 %r8, %r0, 6;
+  add.u32 %r8, %r6, %r8;
+  ld.shared.b64 %d3, [%r8+128];
+  add.s64 %d12, %d1, %d11;
+  st.global.b64 [%d12], %d3;
+DONE:
+"""
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2])
+def test_copies_of_several_lanes_and_sizes_share_an_mbarrier(seed: int | None) -> None:
+    source, target = torch.arange(64.0), torch.zeros(64)
+    report = run(kernel(RUNS, shared=512), [source, target], seed=seed)
+    starts = torch.arange(4) * 16
+    for start in starts.tolist():
+        assert torch.equal(target[start : start + 2], source[start : start + 2])
+    assert int((target != 0).sum()) == 7  # the first element is 0
+    assert report.bytes("read").requested == 160
+    assert report.shared_written == 160
