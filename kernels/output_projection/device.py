@@ -102,6 +102,11 @@ class Projection:
         """Parity of this call, Int64; behind a barrier after `count_call`."""
         return (ptx.shared_load4(base, CALL) & Int32(1)).to(Int64)
 
+    def target(self, given: Any, cta: Any) -> Any:
+        """Address of the mailbox that owns this CTA's columns; only two-shot has one."""
+        owner = cta // Int32(self.config.owner_ctas)
+        return lamport.choose(given.targets, owner) if self.config.two_shot else Int64(0)
+
     @cute.jit
     def publish(
         self,
@@ -110,9 +115,10 @@ class Projection:
         cta: Int32,
         tid: Int32,
         first: Int32,
-        tokens: cutlass.Constexpr,
+        target: Int64,
     ) -> None:
-        """Add the parts of up to `tokens` tokens from token `first`, round, store 16 bytes each."""
+        """Add the parts of a group's tokens, from token `first`; round, store 16 bytes a thread."""
+        tokens = self.shared.tokens
         token, piece = first + tid // Int32(8), tid % Int32(8)
         if tid < 8 * tokens and token < given.m:
             parity = self.parity(base)
@@ -123,11 +129,10 @@ class Projection:
             box = self.config.box
             slot = (given.rank * Int32(box.max_m) + token).to(Int64)
             if cutlass.const_expr(self.config.two_shot):
-                owner = cta // Int32(self.config.owner_ctas)
-                inside = column - owner * Int32(box.part // 2)
+                inside = column - cta // Int32(self.config.owner_ctas) * Int32(box.part // 2)
                 offset = Int64(box.receive) + parity * Int64(box.receive_parity)
                 offset = offset + slot * Int64(box.part) + bytes_of(inside)
-                ptx.store16_relaxed_sys(lamport.choose(given.targets, owner) + offset, words)
+                ptx.store16_relaxed_sys(target + offset, words)
             else:
                 offset = parity * Int64(box.one_shot_parity) + slot * Int64(box.row)
                 offset = offset + bytes_of(column)
@@ -208,7 +213,7 @@ class Fused(Projection):
         )
         engine.store_sums(sums, base + Int32(self.shared.sums), self.shared.tokens)
         ptx.named_barrier(SUMMED, PRODUCER_THREADS)
-        self.publish(given, base, cta, tid, Int32(0), self.shared.tokens)
+        self.publish(given, base, cta, tid, Int32(0), Int64(0))
 
     @cute.jit
     def stage_x(

@@ -90,6 +90,7 @@ class Producer(Projection):
         cute.arch.sync_threads()
         if cutlass.const_expr(self.config.k > REGISTER_K):
             ptx.barrier_wait(base + Int32(UPPER_THERE), 0)
+        target = self.target(given, cta)
         groups = (given.m + Int32(GROUP - 1)) // Int32(GROUP)
         for group in cutlass.range(groups, unroll=1):
             buffer = group % shared.buffers
@@ -102,7 +103,7 @@ class Producer(Projection):
                 ptx.cluster_arrive()
             Stationary.store_sums(engine, sums, base + Int32(shared.sums), GROUP)
             cute.arch.sync_threads()
-            self.publish(given, base, cta, tid, group * Int32(GROUP), GROUP)
+            self.publish(given, base, cta, tid, group * Int32(GROUP), target)
             if more:
                 ptx.cluster_wait()
                 if warp == 0:

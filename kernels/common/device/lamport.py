@@ -15,12 +15,11 @@ SENTINEL = -(2**31)  # 0x80000000 as Int32
 
 def positive_zeros(word: Any) -> Any:
     """A pair of BF16 with every -0.0 turned into +0.0, by integer arithmetic."""
+    # Bit 15 of a half's magnitude + 0x7fff is set if the magnitude is not 0, without a carry; the
+    # sign stays where it is: word & (sum | 0x7fff7fff).
     code = (
-        "{ .reg .pred p; .reg .b32 t, u;"
-        # The upper half is 0x8000: then word xor 0x80000000 is the lower half alone.
-        " xor.b32 t, $1, 0x80000000; setp.lt.u32 p, t, 0x10000; selp.b32 u, t, $1, p;"
-        " shl.b32 t, u, 16; setp.eq.u32 p, t, 0x80000000;"
-        " and.b32 t, u, 0xffff0000; selp.b32 $0, t, u, p; }"
+        "{ .reg .b32 t; and.b32 t, $1, 0x7fff7fff; add.u32 t, t, 0x7fff7fff;"
+        " lop3.b32 $0, $1, t, 0x7fff7fff, 0xe0; }"
     )
     return ptx.asm(code, [Int32], word, pure=True)
 
