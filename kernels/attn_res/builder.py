@@ -24,8 +24,9 @@ from k3fuse.kernels.common.geometry import CLUSTER, CONSUMER_THREADS, residual_b
 from k3fuse.kernels.common.mailbox import MAX_M
 
 SHAPE = {"m": 8, "blocks": 8}
-CONFIG = {"delta": 1, "norm": 1, "round_mix": 0}
+CONFIG = {"delta": 1, "norm": 1, "round_mix": 0, "packed": 1}
 MAX_BLOCKS = 8
+SCALAR = ("sm_90a",)  # architectures without f32x2
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class AttnRes:
     summary: str = "score, mix and norm of up to 8 blocks and a prefix, BF16, M <= 64"
 
     def variant(self, arch: str, shape: Mapping[str, int], config: Mapping[str, int]) -> Variant:
-        """Shape m (most tokens), blocks (0..8); config delta, norm, round_mix (0, 1).
+        """Shape m (most tokens), blocks (0..8); config delta, norm, round_mix, packed (0, 1).
 
         Raises VariantError naming the value and what would fit.
         """
@@ -44,6 +45,9 @@ class AttnRes:
         sizes, tuning = _merged("shape", SHAPE, shape), _merged("config", CONFIG, config)
         _need(1 <= sizes["m"] <= MAX_M, "m", sizes["m"], f"1 to {MAX_M}")
         _need(0 <= sizes["blocks"] <= MAX_BLOCKS, "blocks", sizes["blocks"], f"0 to {MAX_BLOCKS}")
+        if "packed" not in config:
+            tuning["packed"] = int(arch not in SCALAR)
+        _need(not (tuning["packed"] and arch in SCALAR), "packed", 1, f"0 on {arch}")
         for name in CONFIG:
             _need(tuning[name] in (0, 1), name, tuning[name], "0 or 1")
         name = _config(sizes, tuning).name

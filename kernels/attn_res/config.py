@@ -10,6 +10,7 @@ class Config:
     """One kernel. m: the most tokens. blocks: sources beside the prefix. delta: added to it first.
 
     norm: an output norm follows the mix. round_mix: the mix is rounded before the norm.
+    packed: f32x2 arithmetic, which sm_90a lacks; the bits are the same.
     """
 
     m: int
@@ -17,6 +18,7 @@ class Config:
     delta: bool
     norm: bool
     round_mix: bool
+    packed: bool
 
     @property
     def pointers(self) -> tuple[str, ...]:
@@ -43,6 +45,11 @@ class Config:
     @property
     def name(self) -> str:
         """Readable and unique."""
-        flags = {"delta": self.delta, "norm": self.norm, "roundmix": self.round_mix}
+        flags = {
+            "delta": self.delta,
+            "norm": self.norm,
+            "roundmix": self.round_mix,
+            "packed": self.packed,
+        }
         parts = [f"m{self.m}", f"blocks{self.blocks}", *(name for name, on in flags.items() if on)]
         return "_".join(parts)

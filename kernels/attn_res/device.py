@@ -71,7 +71,7 @@ class AttnRes:
         warp = cute.arch.make_warp_uniform(tid // 32)
         token, place = cta // CLUSTER, cta % CLUSTER
         if token < given.m:
-            form = Form(config.blocks, config.norm, config.round_mix)
+            form = Form(config.blocks, config.norm, config.round_mix, packed=config.packed)
             row = Residual(form, base, tid % 32, warp, place, given.eps, given.out_eps)
             if tid == 0:
                 Residual.arm(row)

@@ -31,12 +31,13 @@ from k3fuse.kernels.output_projection.plan import FUSED_TOKENS, Shared, plan_of
 
 RANKS = (8, 16)
 SHAPE = {"m": FUSED_TOKENS, "tp": 8, "k": 0}
-FLAGS = ("prefix", "norm", "round_mix", "round_before", "multicast", "two_shot")
+FLAGS = ("prefix", "norm", "round_mix", "round_before", "multicast", "two_shot", "packed")
 CONFIG = {
     "stage": FUSED, "blocks": 8, "prefix": 1, "norm": 1, "round_mix": 0, "round_before": 0,
-    "multicast": 1, "two_shot": 0, "max_m": MAX_M, "timeout": 0,
+    "multicast": 1, "two_shot": 0, "max_m": MAX_M, "timeout": 0, "packed": 1,
 }  # fmt: skip
 MAX_BLOCKS = 8
+SCALAR = ("sm_90a",)  # architectures without f32x2
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,9 @@ class OutputProjection:
         """
         check_arch(arch)
         sizes, tuning = _merged("shape", SHAPE, shape), _merged("config", CONFIG, config)
+        if "packed" not in config:
+            tuning["packed"] = int(arch not in SCALAR)
+        _need(not (tuning["packed"] and arch in SCALAR), "packed", 1, f"0 on {arch}")
         stage = tuning["stage"]
         _need(stage in (FUSED, PRODUCER, CONSUMER), "stage", stage, "0, 1 or 2")
         _need(sizes["tp"] in RANKS, "tp", sizes["tp"], "8 or 16")

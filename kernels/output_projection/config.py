@@ -24,7 +24,8 @@ class Config:
     heads. blocks: AttnRes blocks, -1 for add + RMSNorm. prefix: the row is added to a prefix (or
     residual). norm, round_mix, round_before: see `residual.Form`. multicast: publish through one
     multicast address, else through every rank's. two_shot: owners reduce, then gather. max_m: rows
-    of a mailbox slot. timeout: rounds of a poll before it gives up, 0 for never.
+    of a mailbox slot. timeout: rounds of a poll before it gives up, 0 for never. packed: f32x2
+    arithmetic, which sm_90a lacks; the bits are the same.
     """
 
     stage: int
@@ -40,6 +41,7 @@ class Config:
     two_shot: bool
     max_m: int
     timeout: int
+    packed: bool
 
     @property
     def box(self) -> Mailbox:
@@ -106,6 +108,7 @@ class Config:
             }  # fmt: skip
             parts += [name for name, on in flags.items() if on]
         parts.append("multicast" if self.multicast else "peer")
+        parts += ["packed"] if self.packed else []
         parts += ["twoshot"] if self.two_shot else []
         parts += [f"rows{self.max_m}"] if self.max_m != 64 else []
         parts += [f"timeout{self.timeout}"] if self.timeout else []

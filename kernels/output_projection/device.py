@@ -36,7 +36,7 @@ SUMMED, PUBLISHED = 1, 2  # named barriers of the fused kernel
 
 def form_of(config: Config) -> Form:
     """What the consumer does with the row."""
-    return Form(config.blocks, config.norm, config.round_mix, config.round_before)
+    return Form(config.blocks, config.norm, config.round_mix, config.round_before, config.packed)
 
 
 def operands(config: Config, addresses: Any, sizes: Any) -> Any:
@@ -123,7 +123,8 @@ class Projection:
         if tid < 8 * tokens and token < given.m:
             parity = self.parity(base)
             memory_ = base + Int32(self.shared.sums)
-            value = stationary.total(memory_, tid // Int32(8), piece, tokens)
+            packed = self.config.packed
+            value = stationary.total(memory_, tid // Int32(8), piece, tokens, packed)
             words = [lamport.positive_zeros(word) for word in ptx.pack(value)]
             column = cta * Int32(ROWS) + piece * Int32(8)
             box = self.config.box
@@ -198,7 +199,7 @@ class Fused(Projection):
 
     def produce(self, given: Any, base: Any, cta: Any, warp: Any, lane: Any, tid: Any) -> None:
         """64 output columns of all tokens: load W, wait for x, multiply, publish."""
-        engine = Stationary(self.config.k, lane, warp)
+        engine = Stationary(self.config.k, lane, warp, self.config.packed)
         policy = ptx.evict_first()
         first = cta * Int32(ROWS)
         self.stage_upper(given, base, first, tid, policy)
@@ -259,4 +260,4 @@ def collect(config: Config, given: Any, slots: Any, token: Any, place: Any) -> l
     error = given.mailbox + Int64(box.error)
     words = lamport.poll(address, stride, config.tp, config.timeout, error, code)
     lamport.rearm(address, stride, config.tp)
-    return ptx.pack(lamport.rank_sum(words, config.tp))
+    return ptx.pack(lamport.rank_sum(words, config.tp, config.packed))

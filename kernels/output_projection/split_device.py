@@ -74,7 +74,7 @@ class Producer(Projection):
             ptx.barrier_init(base + Int32(UPPER_THERE), 1)
             ptx.barrier_init_fence()
         ptx.cluster_arrive()
-        engine = Stationary(self.config.k, lane, warp)
+        engine = Stationary(self.config.k, lane, warp, self.config.packed)
         policy = ptx.evict_first()
         first = cta * Int32(ROWS)
         ptx.cluster_wait()
@@ -216,7 +216,7 @@ class Consumer:
             error = given.mailbox + Int64(box.error)
             words = lamport.poll(address, stride, config.tp, config.timeout, error, code)
             lamport.rearm(address, stride, config.tp)
-            sums = ptx.pack(lamport.rank_sum(words, config.tp))
+            sums = ptx.pack(lamport.rank_sum(words, config.tp, config.packed))
             row = Int64(box.gather) + parity * Int64(box.gather_parity)
             offset = row + token.to(Int64) * Int64(box.row) + bytes_of(column)
             published = [lamport.positive_zeros(word) for word in sums]

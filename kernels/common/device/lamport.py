@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from k3fuse.kernels.common.device import ptx
+from k3fuse.kernels.common.device import ptx, vector
 
 SENTINEL = -(2**31)  # 0x80000000 as Int32
 
@@ -102,10 +102,10 @@ def rearm(address: Any, stride: int, slots: int) -> None:
         ptx.store16_relaxed_sys(address, empty, slot * stride)
 
 
-def rank_sum(words: Any, slots: int) -> list[Any]:
+def rank_sum(words: Any, slots: int, packed: bool) -> list[Any]:
     """The sum of the slots of a poll, first to last, in FP32: eight Float32."""
     total = ptx.unpack([words[0, word] for word in range(4)])
     for slot in range(1, slots):
         part = ptx.unpack([words[slot, word] for word in range(4)])
-        total = [a + b for a, b in zip(total, part, strict=True)]
+        total = vector.add(total, part, packed)
     return total

@@ -15,7 +15,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from k3fuse.kernels.common.device import ptx
+from k3fuse.kernels.common.device import ptx, vector
 from k3fuse.kernels.common.device.cluster import Exchange
 from k3fuse.kernels.common.geometry import (
     CLUSTER,
@@ -42,31 +42,19 @@ class Form:
 
     blocks: number of AttnRes blocks, or -1 for add + RMSNorm. norm: an output norm follows the mix.
     round_mix: the mix is rounded before the norm; for add + RMSNorm: the sum is. round_before: the
-    normalised row is rounded before it is multiplied (add + RMSNorm only).
+    normalised row is rounded before it is multiplied (add + RMSNorm only). packed: use f32x2.
     """
 
     blocks: int
     norm: bool = True
     round_mix: bool = False
     round_before: bool = False
+    packed: bool = False
 
     @property
     def attn_res(self) -> bool:
         """AttnRes, not add + RMSNorm."""
         return self.blocks >= 0
-
-
-def dot(a: list[Any], b: list[Any]) -> Any:
-    """The sum of products of two lists of Float32, first to last."""
-    total = a[0] * b[0]
-    for x, y in zip(a[1:], b[1:], strict=True):
-        total = total + x * y
-    return total
-
-
-def combine(a: Any, x: list[Any], b: Any, y: list[Any]) -> list[Any]:
-    """a x + b y."""
-    return [a * p + b * q for p, q in zip(x, y, strict=True)]
 
 
 class Residual:
@@ -116,7 +104,7 @@ class Residual:
         values = []
         for words in blocks:
             v = ptx.unpack(words)
-            values += [dot(v, v), dot(v, weight)]
+            values += [self.dot(v, v), self.dot(v, weight)]
         values += [Float32(0.0)] * (4 * quads(self.form.blocks) - len(values))
         self.send(self.bank, values)
 
@@ -145,7 +133,10 @@ class Residual:
         for j, words in enumerate(blocks):
             e = ptx.shuffle_from(powers[j % 2], j // 2)
             v = ptx.unpack(words)
-            mix = [m + e * x for m, x in zip(mix, v, strict=True)] if mix else [e * x for x in v]
+            if mix:
+                mix = vector.fma([e] * len(v), v, mix, self.form.packed)
+            else:
+                mix = vector.scaled(v, e, self.form.packed)
         return mix, best, weight
 
     def score(self, squares: Any, product: Any) -> Any:
@@ -171,10 +162,10 @@ class Residual:
         if cutlass.const_expr(form.blocks == 0):
             out = row
             if cutlass.const_expr(form.norm):
-                scale = self.scale(self.sum_squares(row))
-                out = [x * scale * n for x, n in zip(row, norm, strict=True)]
+                out = self.normalised(row, self.scale(self.sum_squares(row)), norm)
             return out
-        self.send(self.row, [dot(mix, row), dot(mix, mix), dot(row, row), dot(row, weight)])
+        sums = [self.dot(mix, row), self.dot(mix, mix), self.dot(row, row), self.dot(row, weight)]
+        self.send(self.row, sums)
         mix_row, mix_mix, row_row, row_weight = self.row.receive(self.lane)
         score = self.score(row_row, row_weight)
         top = ptx.most_f32(best, score)
@@ -182,23 +173,30 @@ class Residual:
         share = ptx.reciprocal(sum_e * old + new)
         old, new = old * share, new * share
         if cutlass.const_expr(not form.norm):
-            return combine(old, mix, new, row)
+            return vector.combine(old, mix, new, row, form.packed)
         if cutlass.const_expr(form.round_mix):
-            mixed = ptx.unpack(ptx.pack(combine(old, mix, new, row)))
-            scale = self.scale(self.sum_squares(mixed))
-            return [x * scale * n for x, n in zip(mixed, norm, strict=True)]
+            mixed = ptx.unpack(ptx.pack(vector.combine(old, mix, new, row, form.packed)))
+            return self.normalised(mixed, self.scale(self.sum_squares(mixed)), norm)
         terms = old * old * mix_mix + new * new * row_row
         squares = terms + Float32(2.0) * old * new * mix_row
         scale = self.scale(squares)
         # The same bits in all threads of the cluster: all of them go one way. NaN goes in.
         if not (squares > terms * Float32(CANCELLED) and terms < Float32(_HUGE)):
-            scale = self.scale(self.sum_squares(combine(old, mix, new, row)))
-        mixed = combine(old * scale, mix, new * scale, row)
-        return [x * n for x, n in zip(mixed, norm, strict=True)]
+            scale = self.scale(self.sum_squares(vector.combine(old, mix, new, row, form.packed)))
+        mixed = vector.combine(old * scale, mix, new * scale, row, form.packed)
+        return vector.mul(mixed, norm, form.packed)
+
+    def dot(self, a: list[Any], b: list[Any]) -> Any:
+        """The sum of products over the thread's columns."""
+        return vector.dot(a, b, self.form.packed)
+
+    def normalised(self, values: list[Any], scale: Any, norm: list[Any]) -> list[Any]:
+        """(values scale) norm, each product rounded to FP32."""
+        return vector.mul(vector.scaled(values, scale, self.form.packed), norm, self.form.packed)
 
     def sum_squares(self, values: list[Any]) -> Any:
         """The sum of squares over the whole row."""
-        self.send(self.squares, [dot(values, values)])
+        self.send(self.squares, [self.dot(values, values)])
         return self.squares.receive(self.lane)[0]
 
     def scale(self, squares: Any) -> Any:
@@ -213,7 +211,7 @@ class Residual:
         if cutlass.const_expr(form.round_mix):
             source = ptx.unpack(ptx.pack(total))
         scale = self.scale(self.sum_squares(source))
-        scaled = [x * scale for x in source]
+        scaled = vector.scaled(source, scale, form.packed)
         if cutlass.const_expr(form.round_before):
             scaled = ptx.unpack(ptx.pack(scaled))
-        return [x * n for x, n in zip(scaled, norm, strict=True)]
+        return vector.mul(scaled, norm, form.packed)

@@ -16,7 +16,7 @@ from typing import Any
 
 from cutlass import Float32, Int32, Int64
 
-from k3fuse.kernels.common.device import ptx
+from k3fuse.kernels.common.device import ptx, vector
 from k3fuse.kernels.common.geometry import PAD, PARTS, REGISTER_K, ROWS, SUM_PITCH, UPPER_PAD
 
 TILES = 2  # of 16 rows, a warp
@@ -42,10 +42,10 @@ def upper_pitch(k: int) -> int:
 class Stationary:
     """One thread's share of W, and the products with it. lane, warp: of the eight warps."""
 
-    def __init__(self, k: int, lane: Any, warp: Any) -> None:
+    def __init__(self, k: int, lane: Any, warp: Any, packed: bool) -> None:
         if k not in (REGISTER_K, 2 * REGISTER_K):
             raise ValueError(f"k={k}; use {REGISTER_K} or {2 * REGISTER_K}")
-        self.k = k
+        self.k, self.packed = k, packed
         self.half, self.part = warp % Int32(2), warp // Int32(2)
         self.line, self.column = lane // Int32(4), lane % Int32(4)
         self.held: list[list[list[Any]]] = []
@@ -99,10 +99,11 @@ class Stationary:
                         sums[tile][group][half] = ptx.mma_bf16(
                             sums[tile][group][half], a, (b[i], b[j])
                         )
-        return [
-            [[p + q for p, q in zip(*sums[tile][group], strict=True)] for group in range(groups)]
-            for tile in range(TILES)
-        ]
+        return [[self.both(sums[tile][group]) for group in range(groups)] for tile in range(TILES)]
+
+    def both(self, halves: list[list[Any]]) -> list[Any]:
+        """The sum of the two halves of every 32 columns."""
+        return vector.add(halves[0], halves[1], self.packed)
 
     def store_sums(self, sums: list[list[Any]], memory: Any, tokens: int) -> None:
         """Put the partial sums into shared memory [PARTS][tokens][SUM_PITCH]."""
@@ -116,12 +117,12 @@ class Stationary:
                 ptx.shared_store16(place, values, 4 * (N * group + odd) * SUM_PITCH)
 
 
-def total(memory: Any, token: Any, piece: Any, tokens: int) -> list[Any]:
+def total(memory: Any, token: Any, piece: Any, tokens: int, packed: bool) -> list[Any]:
     """The eight sums of rows 8 piece .. 8 piece + 7 of a token over the parts, first to last."""
     place = memory + (token * Int32(SUM_PITCH) + piece * Int32(8)) * Int32(4)
     value: list[Any] = []
     for part in range(PARTS):
         offset = part * tokens * SUM_PITCH * 4
         more = [*ptx.shared_load16_f32(place, offset), *ptx.shared_load16_f32(place, offset + 16)]
-        value = [a + b for a, b in zip(value, more, strict=True)] if value else more
+        value = vector.add(value, more, packed) if value else more
     return value

@@ -6,7 +6,7 @@ from typing import Any
 
 from cutlass import Float32, Int64
 
-from k3fuse.kernels.common.device import ptx, residual
+from k3fuse.kernels.common.device import ptx, residual, vector
 from k3fuse.kernels.common.device.residual import Form, Residual
 
 
@@ -30,7 +30,7 @@ class Stream:
         if form.blocks > 0:
             a = ptx.unpack(ptx.load16_constant(given.score_norm + self.place))
             b = ptx.unpack(ptx.load16_constant(given.score_proj + self.place))
-            self.score_weight = [x * y for x, y in zip(a, b, strict=True)]
+            self.score_weight = vector.mul(a, b, form.packed)
         self.norm: list[Any] = []
         if form.norm:
             self.norm = ptx.unpack(ptx.load16_constant(given.out_norm + self.place))
@@ -60,7 +60,7 @@ class Stream:
         out, new_prefix = self.given.out + target, self.given.new_prefix + target
         total = ptx.unpack(reduced)
         if self.prefix is not None:
-            total = [a + b for a, b in zip(total, ptx.unpack(self.prefix), strict=True)]
+            total = vector.add(total, ptx.unpack(self.prefix), self.form.packed)
         rounded = ptx.pack(total) if self.prefix is not None else reduced
         if store_row:
             ptx.store16(new_prefix, rounded)

@@ -87,6 +87,17 @@ def test_a_token_alone_has_the_bits_it_has_in_a_batch() -> None:
         assert same(single.new_prefix[0], batch.new_prefix[0][rows])
 
 
+@pytest.mark.parametrize("form", ["delta over 4 blocks", "final", "add + RMSNorm, both"])
+def test_scalar_arithmetic_has_the_bits_of_packed(form: str) -> None:
+    found = []
+    for packed in (0, 1):
+        variant, problem = consumer_problem(8, 1, packed=packed, **FORMS[form])
+        consume(variant, problem, problem.random_partials(8))
+        found.append(problem)
+    assert same(found[0].out[0], found[1].out[0])
+    assert same(found[0].new_prefix[0], found[1].new_prefix[0])
+
+
 def rows_of(tp: int, *values: float) -> list[Tensor]:
     """Partials of one token: rank r has values[r] in all columns, the rest 0."""
     padded = [*values, *([0.0] * (tp - len(values)))]

@@ -101,6 +101,16 @@ def test_a_token_alone_has_the_bits_it_has_in_a_batch() -> None:
         assert same(partial_of(boxes[0], layout, 0, 1)[0], batch[token])
 
 
+def test_scalar_arithmetic_has_the_bits_of_packed() -> None:
+    x, weight = operands(2, 768, seed=6)
+    layout = Mailbox(16, max_m=2)
+    found = [
+        partial_of(publish(x, weight, tp=16, packed=packed)[0][0], layout, 0, 2)
+        for packed in (0, 1)
+    ]
+    assert same(*found)
+
+
 def test_no_minus_zero_is_published() -> None:
     # x w underflows to a negative number below BF16's smallest: rounded, it is -0.0.
     x = torch.zeros(3, 768, dtype=BF16)
