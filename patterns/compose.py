@@ -47,7 +47,7 @@ def replacement(
         if not text:
             part = extract(view, site.nodes, inputs, results, shapes)
             text = known[key] = Composition.from_nodes(part.nodes, part.inputs, part.outputs).text
-    except (ExtractError, CompositionError) as error:
+    except (ExtractError, CompositionError, RuntimeError) as error:
         raise Refusal(
             Reason(
                 Code.OP_MISMATCH,

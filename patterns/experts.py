@@ -31,8 +31,8 @@ from k3fuse.rewriter.target import Target
 from k3fuse.rewriter.view import GraphView, op_of, shape_of
 
 _E, _I, _L, _TOP_K = sympy.symbols("E I L top_k", integer=True, nonnegative=True)
-_ACTIVATION, _EXPERTS_DTYPE, _GROUPS, _ROUNDING = sympy.symbols(
-    "activation experts_dtype groups latent_norm_rounding"
+_ACTIVATION, _SHARED, _EXPERTS_DTYPE, _GROUPS, _ROUNDING = sympy.symbols(
+    "activation shared_activation experts_dtype groups latent_norm_rounding"
 )
 _HIDDEN = s.name("hidden")
 
@@ -64,6 +64,8 @@ def read_tail(view: GraphView, routed: fx.Node) -> Tail | None:
     norm = _norm_of(view, value)
     up = None
     if norm is not None:
+        if norm.weight is None or shape_of(norm.out)[-1:] != shape_of(value)[-1:]:
+            return None  # the op's norm has a weight and spans the row
         readers = [f for u in view.users(norm.out) if (f := view.find(Linear, u)) is not None]
         if len(readers) != 1 or readers[0].bias is not None:
             return None
@@ -158,6 +160,11 @@ class Experts(Pattern):
             scope="kernel",
         ),
         Guard(
+            Eq(_SHARED, s.name("same")),
+            Code.ATTR_MISMATCH,
+            "the shared expert has the routed experts' activation, with the same betas",
+        ),
+        Guard(
             Or(Eq(_EXPERTS_DTYPE, s.name("uint8")), Eq(_EXPERTS_DTYPE, _HIDDEN)),
             Code.DTYPE_MISMATCH,
             "experts are MXFP4 in uint8 pairs",
@@ -226,7 +233,7 @@ class Experts(Pattern):
     def _tail(self, view: GraphView, found: Tail) -> Site:
         values = self._tail_values(view, found)
         values |= {_E: s.value(0), _I: s.value(0), _TOP_K: s.value(0)}
-        values |= {_ACTIVATION: _HIDDEN, _EXPERTS_DTYPE: _HIDDEN}
+        values |= {_ACTIVATION: _HIDDEN, _SHARED: s.name("same"), _EXPERTS_DTYPE: _HIDDEN}
         before = found.norm is None or found.norm.round_before_weight
         values[_ROUNDING] = s.name("before_weight" if before else "after_weight")
         norm, up = found.norm, found.up
@@ -269,16 +276,18 @@ class Experts(Pattern):
             and mlp.activation.beta == routed.beta
             and mlp.activation.linear_beta == routed.linear_beta
         )
-        if not same:
-            values[_ACTIVATION] = s.name("mixed")
+        values[_SHARED] = s.name("same" if same else "other")
         covered = [*routed.nodes, *found.nodes]
         if mlp is not None:
             covered += [*mlp.nodes, *slices_between(view, mlp)]
-            values[s.W_DTYPE] = s.common_dtype(
-                *(f.weight for f in mlp.gate_up),
-                mlp.down.weight,
-                found.up.weight if found.up else None,
+            linears = [*mlp.gate_up, mlp.down, *([found.up] if found.up else [])]
+            values[s.W_DTYPE] = s.common_dtype(*(f.weight for f in linears))
+            straight = all(f.transposed for f in linears)
+            values[s.WEIGHT_ROWS_CONTIGUOUS] = (
+                s.rows_contiguous(*(f.weight for f in linears)) if straight else s.NO
             )
+            if any(f.bias is not None for f in linears):
+                return None
         operands: dict[str, Any] = {
             "hidden": routed.hidden, "weights": routed.weights, "ids": routed.ids,
             "w13": routed.w13, "w13_scale": routed.w13_scale, "w2": routed.w2,

@@ -12,7 +12,7 @@ from torch import fx
 from k3fuse.rewriter.recognise.activation import GatedActivation
 from k3fuse.rewriter.recognise.all_reduce import AllReduce
 from k3fuse.rewriter.recognise.linear import Linear
-from k3fuse.rewriter.view import GraphView, bound_args
+from k3fuse.rewriter.view import GraphView, bound_args, shape_of
 
 _OPAQUE = ("vllm.moe_forward_shared", "vllm.moe_forward")
 
@@ -71,6 +71,9 @@ def sources(view: GraphView, activation: GatedActivation) -> tuple[Linear, ...]:
     for half in (activation.gate, activation.up):
         node = view.strip(half)
         if isinstance(node, fx.Node) and view.canon(node).op == "slice":
+            whole = view.canon(node).inputs[0]
+            if view.canon(node).attr("dim") != -1 or shape_of(whole) != shape_of(view.strip(whole)):
+                return ()  # halves of the rows, or of another grouping of them
             bounds.append((view.canon(node).attr("start"), view.canon(node).attr("stop")))
             node = view.strip(view.canon(node).inputs[0])
         linear = view.find(Linear, node)

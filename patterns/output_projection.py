@@ -79,11 +79,13 @@ def projected_mixes(view: GraphView) -> dict[fx.Node, tuple[Projected, fx.Node |
         found, taken = {}, set()
         for mix in view.each(AttnRes):
             addends = [mix.delta, mix.prefix] if mix.delta is not None else [mix.prefix]
-            for added in addends:
+            if mix.delta is not None and view.same(mix.delta, mix.prefix):
+                continue  # a row added to itself: no residual
+            for i, added in enumerate(addends):
                 row = projected(view, added)
                 if row is not None and row.linear.out not in taken:
                     taken.add(row.linear.out)
-                    found[mix.out] = (row, next((a for a in addends if a is not added), None))
+                    found[mix.out] = (row, addends[1 - i] if len(addends) == 2 else None)
                     break
         view.notes["projected_mixes"] = found
     return found
@@ -190,7 +192,7 @@ class OutputProjection(Pattern):
         found, rest = projected(view, norm.a), norm.b
         if found is None:
             found, rest = projected(view, norm.b), norm.a
-        if found is None or norm.weight is None:
+        if found is None or norm.weight is None or view.same(norm.a, norm.b):
             return None
         values = self._values(view, found, 0)
         values[s.NORM_DTYPE] = s.common_dtype(norm.weight)

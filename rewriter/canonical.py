@@ -166,6 +166,12 @@ def dtype_of(node: fx.Node) -> torch.dtype | None:
     return value.dtype if isinstance(value, torch.Tensor) else None
 
 
+def without_leading_ones(shape: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return a shape from its first size other than 1 on; the rest groups elements alike."""
+    first = next((i for i, s in enumerate(shape) if s != 1), len(shape))
+    return shape[first:]
+
+
 def rank_of(node: Any) -> int:
     """Return the number of dimensions (0 for what is no tensor)."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None

@@ -76,11 +76,17 @@ class Editor:
             for o in planned.outputs
         )
         replacement = Replacement(planned.op, args, kwargs, outputs)
-        values = self._fakes.of(planned.op, args, kwargs)
+        try:
+            values = self._fakes.of(planned.op, args, kwargs)
+        except (ValueError, TypeError, RuntimeError) as error:
+            raise EditError(_unfit(site, error)) from error
         self._check_results(replacement, values)
         graph = self.module.graph
         inner = set(site.nodes)
-        anchor = max([*self._operands(args), *self._last_placeholder()])
+        operands = self._operands(args)
+        if (crossed := self._crossed(site, outputs, operands)) is not None:
+            raise EditError(crossed)
+        anchor = max([*operands, *self._last_placeholder()])
         first = next((n for n in site.nodes if not n._erased), None)
         if first is not None and anchor < first:
             anchor = first.prev  # a write before the whole site stays before the op
@@ -114,6 +120,35 @@ class Editor:
                 self._tell("erased", part.name)
                 graph.erase_node(part)
         return call
+
+    def _crossed(
+        self, site: Site, outputs: tuple[Output, ...], operands: list[fx.Node]
+    ) -> Reason | None:
+        """Why the site cannot be one node any more: an operand now depends on its outputs.
+
+        Two sites can each be one node and not both, where each reads an early output of the other.
+        """
+        inner, wanted = set(site.nodes), set(operands)
+        last = max(operands)
+        stack = [u for o in outputs for u in o.node.users if u not in inner]
+        seen: set[fx.Node] = set()
+        while stack:
+            node = stack.pop()
+            # In an ordered graph nothing behind the last operand leads to one.
+            if node in seen or (not self._unordered and last < node):
+                continue
+            seen.add(node)
+            if node in wanted:
+                return Reason(
+                    Code.INTERPOSED_OP,
+                    f"{node.name} is read by the site and, with another site fused, computed from "
+                    "its output",
+                    (site.anchor.name, node.name),
+                    expected="operands that do not depend on the site",
+                    actual=node.name,
+                )
+            stack.extend(node.users)
+        return None
 
     def _operands(self, args: tuple[Any, ...]) -> list[fx.Node]:
         flat = [a.node if isinstance(a, Reshaped) else a for a in args]
@@ -244,6 +279,15 @@ class Editor:
             self._unordered = False
         if recompile:
             self.module.recompile()
+
+
+def _unfit(site: Site, error: Exception) -> Reason:
+    """The reason of a site whose operands the fused op refuses."""
+    text = " ".join(str(error).split())
+    code = Code.DTYPE_MISMATCH if isinstance(error, TypeError) else Code.SHAPE_MISMATCH
+    if "stride" in text:
+        code = Code.STRIDE_OR_ALIGN
+    return Reason(code, f"{site.anchor.name}: the fused op refuses: {text}", (site.anchor.name,))
 
 
 def _returns_tensor(op: Any) -> bool:

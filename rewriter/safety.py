@@ -83,6 +83,14 @@ def _mutations(site: Site, view: GraphView) -> list[Reason]:
     high = max(view.index[site.nodes[-1]], insertion_index(site, view))
     outside = {i for n in site.nodes for i in n.all_input_nodes if i not in inner}
     read = {view.root(n) for n in [*outside, *site.operand_nodes()]}
+    since: dict[fx.Node, int] = {}
+    for node in outside:
+        copied = view.copied_at(node)
+        source = view.root(view.strip(node))
+        if copied is not None and isinstance(source, fx.Node):
+            # The op may read the original in the copy's place.
+            since[source] = min(copied, since.get(source, copied))
+            read.add(source)
     made = {view.root(n) for n in site.nodes} - read
     below = [u for o in site.outputs for u in o.users if u not in inner and view.index[u] <= high]
     passed = [m for m in view.mutations if low <= m.index <= high and m.node not in inner]
@@ -93,6 +101,13 @@ def _mutations(site: Site, view: GraphView) -> list[Reason]:
         return [
             Reason(Code.MUTATION_BETWEEN, sentence, names, "no write inside the site", names[0])
         ]
+    for mutation in (m for m in view.mutations if m.node in inner):
+        if outer := mutation.roots - made:
+            # An in-place collective: its operand's other readers would see the old value.
+            root = min(outer, key=view.index.__getitem__)
+            names = (mutation.node.name, root.name)
+            sentence = f"{names[0]} writes {names[1]} in place, and the site would not"
+            return [Reason(Code.ALIAS_RISK, sentence, names, "no write in place", names[0])]
     found = {
         (m.index, root): m
         for root in read | made
@@ -106,7 +121,7 @@ def _mutations(site: Site, view: GraphView) -> list[Reason]:
             sentence = f"{names[0]} writes into {names[1]}, whose storage the site owns"
             expected = "no write into the site's values"
             reasons.append(Reason(Code.ALIAS_RISK, sentence, names, expected, names[0]))
-        elif low <= index <= high:
+        elif min(low, since.get(root, low)) <= index <= high:
             sentence = f"{names[0]} writes {names[1]} between nodes that read it"
             expected = "no write inside the site"
             reasons.append(Reason(Code.MUTATION_BETWEEN, sentence, names, expected, names[0]))

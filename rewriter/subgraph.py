@@ -80,8 +80,9 @@ class _Copier:
         if node in self.env:
             return self.env[node]
         root = self.view.strip(node)
-        if root in self.roots:
-            made = self.env[node] = self.reshaped(self.roots[root], shape_of(node))
+        source = self.roots.get(root, self.env.get(root))
+        if source is not None:  # another reshape of an input, or of a value copied before
+            made = self.env[node] = self.reshaped(source, shape_of(node))
             made.meta["val"] = node.meta.get("val")
             return made
         if not isinstance(node.meta.get("val"), torch.Tensor):
@@ -144,6 +145,7 @@ def signature(
         places.setdefault(("root", view.strip(node)), ("root", i))
     for i, node in enumerate(nodes):
         places.setdefault(node, ("node", i))
+        places.setdefault(("root", node), ("root node", i))
 
     def place(node: fx.Node) -> Any:
         if node in places:

@@ -13,7 +13,14 @@ from typing import Any
 import sympy
 from torch import fx
 
-from k3fuse.rewriter.canonical import COMMUTATIVE, Canonical, dtype_of, rank_of, shape_of
+from k3fuse.rewriter.canonical import (
+    COMMUTATIVE,
+    Canonical,
+    dtype_of,
+    rank_of,
+    shape_of,
+    without_leading_ones,
+)
 from k3fuse.rewriter.reasons import Code, Reason
 from k3fuse.rewriter.tracing import (
     PRIME,
@@ -118,7 +125,7 @@ class Matcher:
         expected, actual = self._expected_shape(pattern_node), shape_of(node)
         if expected == actual:
             return True
-        return _without_leading_ones(expected) == _without_leading_ones(actual)
+        return without_leading_ones(expected) == without_leading_ones(actual)
 
     # --- matching -----------------------------------------------------------------------------
 
@@ -316,11 +323,6 @@ class Matcher:
             return None
         state.bindings[name] = shaped if shaped is not None else node
         return state
-
-
-def _without_leading_ones(shape: Shape) -> Shape:
-    first = next((i for i, s in enumerate(shape) if s != 1), len(shape))
-    return shape[first:]
 
 
 def _numel(shape: Shape) -> Any:

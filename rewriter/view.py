@@ -25,6 +25,23 @@ from k3fuse.rewriter.reasons import Refusal
 T = TypeVar("T")
 
 _ALIASING = frozenset({"reshape", "permute", "slice"})
+# Of the ops that keep every element in place: those that may give new storage.
+_COPYING = frozenset(
+    {
+        "aten.clone",
+        "aten.contiguous",
+        "aten.copy",
+        "aten.lift_fresh_copy",
+        "aten._reshape_copy",
+        "aten.view_copy",
+        "aten.reshape",
+        "aten.flatten",
+        "aten._unsafe_view",
+        "aten._to_copy",
+        "aten.to",
+        "prims.convert_element_type",
+    }
+)
 _VIEW_OPS = frozenset(
     {"aten.select", "aten.expand", "aten.as_strided", "aten.slice", "aten.diagonal"}
 )
@@ -114,7 +131,10 @@ class GraphView:
         first, second = self.canon(a), self.canon(b)
         if first.op != "cast" or second.op != "cast" or first.attrs != second.attrs:
             return False
-        return bool(self.strip(first.inputs[0]) is self.strip(second.inputs[0]))
+        source = self.strip(first.inputs[0])
+        if not isinstance(source, fx.Node) or self.mutations_of(self.root(source)):
+            return False  # written between the two casts, perhaps
+        return source is self.strip(second.inputs[0])
 
     def is_weight(self, node: Operand) -> bool:
         """Whether a value is (a view of) a graph input or constant, not computed in the graph."""
@@ -208,6 +228,14 @@ class GraphView:
                     yield node, refusal
 
     # --- aliasing and mutation -----------------------------------------------------------------
+
+    def copied_at(self, node: fx.Node) -> int | None:
+        """Index of the first copy between a value and the node that made its elements, or None.
+
+        A reader of the copy does not see what is written into the original behind it.
+        """
+        copies = [n for n in self.path(node, self.strip(node)) if op_of(n) in _COPYING]
+        return min((self.index[n] for n in copies), default=None)
 
     def root(self, node: Operand) -> Operand:
         """Return the node that owns the storage, through every aliasing view."""

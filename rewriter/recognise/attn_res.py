@@ -262,7 +262,7 @@ def _output(view: GraphView, total: fx.Node) -> tuple[fx.Node, RmsNorm | None, t
     ):
         for node in _reach(view, value):
             norm = view.find(RmsNorm, node)
-            if norm is not None and view.same(norm.x, value) and not norm.round_before_weight:
+            if norm is not None and view.same(norm.x, value) and _fits(norm, value):
                 return norm.out, norm, rounded
     cast = next((u for u in view.users(total) if view.canon(u).op == "cast"), None)
     if cast is None:
@@ -276,6 +276,12 @@ def _output(view: GraphView, total: fx.Node) -> tuple[fx.Node, RmsNorm | None, t
             )
         )
     return cast, None, (cast,)
+
+
+def _fits(norm: RmsNorm, value: fx.Node) -> bool:
+    """Whether the op can say this norm: of whole rows, with a weight, rounded once behind it."""
+    whole = shape_of(norm.out)[-1:] == shape_of(value)[-1:]
+    return whole and norm.weight is not None and not norm.round_before_weight
 
 
 def _reach(view: GraphView, value: fx.Node) -> list[fx.Node]:
@@ -316,7 +322,7 @@ def _sources(
             if row is not None:
                 made += view.path(item, row) if row is not item else []
                 rows.append(row)
-            elif i == 0 and how == "aten.cat":
+            elif i == 0 and how == "aten.cat" and len(spelled.inputs[0]) == 2:
                 bank, made = _bank(view, item, made)
             else:
                 raise _bad_sources(

@@ -156,8 +156,10 @@ class RoutedExperts:
         """Read the experts off the sum over their slots."""
         if op_of(node) != "aten.sum" or view.canon(node).attr("dim") != (-2,):
             return None
-        # Narrow weights make a narrow sum: nothing is left to round.
-        out = next((u for u in view.users(node) if view.canon(u).op == "cast"), node)
+        # Narrow weights make a narrow sum: nothing is left to round, and a cast of it is the next
+        # norm's.
+        casts = [u for u in view.users(node) if view.canon(u).op == "cast"]
+        out = casts[0] if casts and dtype_of(node) == torch.float32 else node
         tensors = _expert_tensors(view, node)
         if tensors is None:
             return None

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from k3fuse.rewriter.view import GraphView, bound_args, dtype_of, op_of, shape_of
+from k3fuse.rewriter.view import Canonical, GraphView, bound_args, dtype_of, op_of, shape_of
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def _stored(
     transposed = already
     while w.op == "call_function":
         spelled = view.canon(w)
-        if spelled.op == "permute" and spelled.attr("order") in ((1, 0), (0, 2, 1)):
+        if spelled.op == "permute" and _swaps_rows_and_columns(spelled):
             transposed = not transposed
         elif spelled.op != "reshape":
             break
@@ -102,6 +102,12 @@ def _stored(
         passed.append(w)
         w = spelled.inputs[0]
     return w, tuple(passed), transposed
+
+
+def _swaps_rows_and_columns(spelled: Canonical) -> bool:
+    """A matrix transposed, alone or as the only one of a batch; several would be blocks of one."""
+    order, shape = spelled.attr("order"), shape_of(spelled.inputs[0])
+    return bool(order == (1, 0) or (order == (0, 2, 1) and shape[0] == 1))
 
 
 def _narrow(

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from k3fuse.rewriter.canonical import without_leading_ones
 from k3fuse.rewriter.reasons import Code, Reason, Refusal
 from k3fuse.rewriter.view import GraphView, bound_args, dtype_of, op_of, shape_of
 
@@ -104,7 +105,7 @@ def _decomposed(view: GraphView, rsqrt: fx.Node) -> RmsNorm | None:
             view.canon(mean).attr("dim"),
         )
     factor = next(i for i in view.canon(scaled).inputs if view.same(i, rsqrt))
-    if shape_of(factor)[-1:] != (1,):
+    if shape_of(factor)[-1:] != (1,) or not _same_rows(scaled, square):
         return None  # broadcast along another axis: no factor a row
     core = [square, mean, shifted, rsqrt, scaled]
     narrow = next((n for n in core if dtype_of(n) != torch.float32), None)
@@ -117,6 +118,11 @@ def _decomposed(view: GraphView, rsqrt: fx.Node) -> RmsNorm | None:
             dtype_of(narrow),
         )
     return _with_weight(view, view.strip(wide), eps, core, scaled)
+
+
+def _same_rows(a: fx.Node, b: fx.Node) -> bool:
+    """Equal shapes up to leading sizes of 1: another grouping of the elements has other rows."""
+    return without_leading_ones(shape_of(a)) == without_leading_ones(shape_of(b))
 
 
 def _is_product_of(view: GraphView, node: fx.Node, a: Any, b: fx.Node) -> bool:
@@ -142,10 +148,19 @@ def _is_row_weight(view: GraphView, value: Any, width: Any) -> bool:
 
 def _narrow_weight(view: GraphView, value: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
     stripped = view.strip(value)
-    if isinstance(stripped, fx.Node) and view.canon(stripped).op == "cast":
+    if isinstance(stripped, fx.Node) and widens(view, stripped):
         source = view.canon(stripped).inputs[0]
         return source, [*view.path(value, stripped), stripped]
     return value, []
+
+
+def widens(view: GraphView, node: fx.Node) -> bool:
+    """Whether a node casts to FP32 from a dtype that FP32 holds exactly; any other cast rounds."""
+    spelled = view.canon(node)
+    if spelled.op != "cast" or dtype_of(node) != torch.float32:
+        return False
+    source = spelled.inputs[0]
+    return isinstance(source, fx.Node) and dtype_of(source) in (torch.bfloat16, torch.float16)
 
 
 def _with_weight(
@@ -181,9 +196,8 @@ def _with_weight(
 
 
 def _narrow_source(view: GraphView, wide: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
-    spelled = view.canon(wide)
-    if spelled.op == "cast" and isinstance(spelled.inputs[0], fx.Node):
-        return spelled.inputs[0], [wide]
+    if widens(view, wide):
+        return view.canon(wide).inputs[0], [wide]
     return wide, []
 
 
@@ -227,6 +241,8 @@ class AddRmsNorm:
         a, b = view.canon(add).inputs
         if not isinstance(a, fx.Node) or not isinstance(b, fx.Node) or shape_of(a) != shape_of(b):
             return None
+        if shape_of(norm.out)[-1:] != shape_of(add)[-1:]:
+            return None  # a norm of parts of the row
         if dtype_of(add) != torch.float32:
             nodes = (add, *norm.nodes)
             return cls(

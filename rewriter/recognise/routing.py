@@ -11,6 +11,7 @@ from torch import fx
 
 from k3fuse.rewriter.reasons import Code, Reason, Refusal
 from k3fuse.rewriter.recognise.linear import Linear
+from k3fuse.rewriter.recognise.rms_norm import widens
 from k3fuse.rewriter.template import Mismatch, Template, match_template, tokens_of
 from k3fuse.rewriter.view import GraphView, bound_args, dtype_of, op_of, shape_of
 
@@ -81,6 +82,10 @@ class Routing:
         scoring = {"aten.sigmoid": "sigmoid", "aten.softmax": "softmax"}.get(spelled.op)
         if scoring is None:
             return None
+        narrow = next((n for n in (score, key_node) if dtype_of(n) != torch.float32), None)
+        if narrow is not None:
+            what = "the scores are not selected in FP32"
+            raise _refuse(narrow, Code.DTYPE_MISMATCH, what, torch.float32, dtype_of(narrow))
         if scoring == "softmax" and spelled.attr("dim") not in (-1, (-1,)):
             raise _refuse(
                 score,
@@ -97,6 +102,14 @@ class Routing:
             linear = view.producer(view.canon(logits).inputs[0], Linear)
         if linear is None:
             return None
+        for grouped in (spelled.inputs[0], score, bound_args(node)["self"]):
+            if shape_of(grouped) != shape_of(linear.out):
+                what = "the logits are read in another grouping"
+                raise _refuse(
+                    grouped, Code.SHAPE_MISMATCH, what, shape_of(linear.out), shape_of(grouped)
+                )
+        if bias is not None:
+            bias = _one_an_expert(view, bias, linear)
         _check_flags(view, node)
         raw, gathered = _raw_weights(view, score, ids, values, biased=bias is not None)
         tail = _tail(view, raw)
@@ -197,11 +210,21 @@ def _score_and_bias(
         if isinstance(bias, fx.Node) and view.is_weight(bias) and isinstance(score, fx.Node):
             passed = (*view.path(key, node), node)
             stripped = view.strip(bias)
-            if view.canon(stripped).op == "cast":
+            if widens(view, stripped):
                 source = view.canon(stripped).inputs[0]
                 return view.strip(score), source, (*passed, *view.path(bias, stripped), stripped)
             return view.strip(score), bias, passed
     return None, None, ()
+
+
+def _one_an_expert(view: GraphView, bias: fx.Node, linear: Linear) -> fx.Node:
+    """The bias as a vector of one number an expert; a bias of each token is refused."""
+    wanted = shape_of(linear.out)[-1:]
+    vector = bias if shape_of(bias) == wanted else view.with_shape(bias, wanted)
+    if vector is None:
+        what = "the correction bias is no vector of one number an expert"
+        raise _refuse(bias, Code.SHAPE_MISMATCH, what, wanted, shape_of(bias))
+    return vector
 
 
 def _raw_weights(
@@ -210,6 +233,10 @@ def _raw_weights(
     """The chosen scores: gathered from the unbiased ones, or top-k's own values without a bias."""
     for user in view.users(score):
         if op_of(user) == "aten.gather" and view.same(bound_args(user)["index"], ids):
+            if shape_of(bound_args(user)["self"]) != shape_of(score):
+                continue  # another grouping of the scores: the ids mean other elements there
+            if shape_of(user) != shape_of(ids):
+                continue
             dim = bound_args(user)["dim"]
             if dim not in (-1, len(shape_of(user)) - 1):
                 raise _refuse(user, Code.ATTR_MISMATCH, "gathers along another axis", -1, dim)
@@ -236,7 +263,10 @@ def _tail(view: GraphView, raw: fx.Node) -> dict[str, Any]:
         (
             u
             for u in view.users(raw)
-            if op_of(u) == "aten.sum" and view.canon(u).attr("dim") == (-1,)
+            if op_of(u) == "aten.sum"
+            and view.canon(u).attr("dim") == (-1,)
+            and shape_of(view.canon(u).inputs[0]) == shape_of(raw)
+            and dtype_of(u) == dtype_of(raw)
         ),
         None,
     )
@@ -254,6 +284,8 @@ def _tail(view: GraphView, raw: fx.Node) -> dict[str, Any]:
                 if view.canon(u).op == "aten.div"
                 and view.same(view.canon(u).inputs[0], raw)
                 and view.same(view.canon(u).inputs[1], divisor)
+                and shape_of(u) == shape_of(view.canon(u).inputs[0]) == shape_of(raw)
+                and shape_of(view.canon(u).inputs[1]) == shape_of(total)
             ),
             None,
         )  # fmt: skip

@@ -1,0 +1,268 @@
+"""The property: a rewritten graph computes the same values, one that is left has a reason."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+
+import families_moe  # noqa: F401 - adds its families
+from build import run
+from families import FAMILIES, FP32, Inputs, Knobs
+from graphs import EDITS, LEVELS, Unbuildable, build
+from k3fuse.kernels.common.policy import Table
+from k3fuse.kernels.experts import reference as experts_reference
+from k3fuse.kernels.output_projection import reference as projection_reference
+from k3fuse.kernels.tail import reference as tail_reference
+from k3fuse.rewriter.canonical import op_of, target_name
+from tolerances import tolerance
+
+# Reference forms that do not trace at a site's shapes are one of several; torch logs each.
+logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+
+# A site passes at most this many roundings to its dtype on the way to one output.
+ROUNDINGS = 4
+# Stands for the sum over the ranks: a factor that depends on the group and the kind of reduction.
+_KINDS = {"sum": 1.75, "avg": 0.875, "max": 1.25, "min": 0.75, "product": 1.125}
+
+
+def reduced(value: Tensor, how: str, group: str) -> Tensor:
+    """What the simulated ranks of a group make of one rank's value."""
+    return value * (_KINDS[how] + (0.5 if group.endswith("1") else 0.0))
+
+
+class _Ranks(fx.Interpreter):
+    """Runs a graph with collectives simulated."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        name = target_name(target)
+        if name == "_c10d_functional.all_reduce":
+            return reduced(args[0], args[1], args[2])
+        if name == "_c10d_functional.wait_tensor":
+            return args[0]
+        return super().call_function(target, args, kwargs)
+
+
+@contextmanager
+def _simulated() -> Iterator[None]:
+    def all_reduce(partial: Tensor, group: str) -> Tensor:
+        return reduced(partial, "sum", group) if group else partial
+
+    with (
+        mock.patch.object(projection_reference, "all_reduce", all_reduce),
+        mock.patch.object(experts_reference, "all_reduce", all_reduce),
+        mock.patch.object(tail_reference, "all_reduce", all_reduce),
+    ):
+        yield
+
+
+@contextmanager
+def _composed(on: bool) -> Iterator[None]:
+    """Fused ops run what they replaced, as outside their policy."""
+    if on:
+        with mock.patch.object(Table, "lookup", return_value=None):
+            yield
+    else:
+        yield
+
+
+def outputs(
+    module: fx.GraphModule, inputs: Sequence[Tensor], composed: bool = False
+) -> list[Tensor]:
+    """Results and the inputs afterwards (written or not)."""
+    given = [t.clone() for t in inputs]
+    with torch.no_grad(), _simulated(), _composed(composed):
+        results = _Ranks(module).run(*given)
+    return [*results, *given]
+
+
+def differs(got: Sequence[Tensor], wanted: Sequence[Tensor], dtype: torch.dtype) -> str:
+    """Text of the first difference; "" where all agree within the table."""
+    band = tolerance(dtype, 64, ROUNDINGS)
+    for i, (a, b) in enumerate(zip(got, wanted, strict=True)):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return f"result {i} is {a.dtype}{list(a.shape)}, was {b.dtype}{list(b.shape)}"
+        if not a.is_floating_point():
+            if not torch.equal(a, b):
+                return f"result {i}: {int((a != b).sum())} of {a.numel()} integers differ"
+            continue
+        x, y = a.double(), b.double()
+        if not torch.equal(x.isnan(), y.isnan()) or not torch.equal(x.isinf(), y.isinf()):
+            return f"result {i}: NaN or infinity in other places"
+        x, y = (torch.nan_to_num(t, 0.0, 0.0, 0.0) for t in (x, y))
+        scale = float(y.abs().max()) if y.numel() else 0.0
+        over = (x - y).abs() - band.atol * scale - band.rtol * y.abs()
+        if over.numel() and float(over.max()) > 0:
+            worst = float((x - y).abs().max())
+            return f"result {i}: off by {worst:.3g} at a scale of {scale:.3g}"
+    return ""
+
+
+@dataclass
+class Graph:
+    """One generated graph with its declared defects."""
+
+    family: str
+    knobs: Knobs
+    seed: int
+    level: str
+    defects: tuple[str, ...] = ()
+    edits: tuple[str, ...] = ()
+    edit_seed: int = 0
+
+    def text(self) -> str:
+        """Enough to build it again."""
+        head = f"{self.family} seed {self.seed}.{self.edit_seed} {self.level}"
+        return f"{head} {self.defects + self.edits} {self.knobs}"
+
+
+@dataclass
+class Verdict:
+    """What happened. fault: "" or what is wrong; codes: reasons of the family's pattern."""
+
+    outcome: str
+    codes: set[str] = field(default_factory=set)
+    fault: str = ""
+    found: dict[str, int] = field(default_factory=dict)
+
+
+_BASE: dict[str, tuple[fx.GraphModule, Inputs]] = {}
+
+
+def made(graph: Graph) -> tuple[fx.GraphModule, Inputs]:
+    """Build the graph and put its edits in. Raises Unbuildable.
+
+    Tracing costs most, so the last traced module is kept for further edits of it.
+    """
+    key = f"{graph.family} {graph.seed} {graph.level} {graph.knobs}"
+    if key not in _BASE:
+        _BASE.clear()
+        _BASE[key] = build(FAMILIES[graph.family], graph.knobs, graph.seed, graph.level)
+    module, inputs = _BASE[key]
+    module = copy.deepcopy(module)
+    rng = random.Random(f"{graph.seed} {graph.edit_seed}")
+    for name in graph.edits:
+        try:
+            fits = EDITS[name](module, rng)
+        except Exception as error:
+            raise Unbuildable(f"{name}: {error}") from error
+        if not fits:
+            raise Unbuildable(f"{name} does not fit")
+    try:
+        module.graph.lint()
+    except RuntimeError as error:
+        raise Unbuildable(f"{graph.edits}: {error}") from error
+    module.recompile()
+    return module, inputs
+
+
+def examine(graph: Graph, *, composed: bool = False) -> Verdict:
+    """Rewrite for the reference target and compare. Raises Unbuildable where there is no graph."""
+    module, inputs = made(graph)
+    tensors = list(inputs.made.values())
+    original = copy.deepcopy(module)
+    try:
+        outputs(original, tensors)
+    except Exception as error:
+        raise Unbuildable(f"does not run: {error}") from error
+    try:
+        report = run(module)
+    except Exception as error:
+        return Verdict("crashed", fault=f"the rewrite raised {type(error).__name__}: {error}")
+    pattern = FAMILIES[graph.family].pattern
+    mine = [s for s in report.sites if s.pattern == pattern]
+    codes = {r.code.value for s in mine for r in s.reasons}
+    codes |= {n.reason.code.value for n in report.near if n.pattern == pattern}
+    found = {name: count.found for name, count in report.counts().items() if count.found}
+    taken = found.get(pattern, 0)
+    outcome = "rewritten" if taken else ("refused" if codes else "absent")
+    verdict = Verdict(outcome, codes, found=found)
+    if not found:
+        if [op_of(n) for n in module.graph.nodes] != [op_of(n) for n in original.graph.nodes]:
+            verdict.fault = "no site was taken and the graph changed"
+        return verdict
+    group = graph.knobs.get("group")
+    verdict.fault = _compare(module, original, tensors, graph, composed and not group)
+    return verdict
+
+
+def _compare(
+    module: fx.GraphModule,
+    original: fx.GraphModule,
+    tensors: Sequence[Tensor],
+    graph: Graph,
+    composed: bool,
+) -> str:
+    """A difference counts where three draws of the inputs show it: near ties of a top-k do not."""
+    fault = ""
+    for draw in range(3):
+        if draw:
+            again = Inputs(graph.seed + 7919 * draw, graph.knobs["dtype"])
+            with torch.no_grad():
+                FAMILIES[graph.family].build(graph.knobs, again)
+            tensors = list(again.made.values())
+        wanted = outputs(original, tensors)
+        try:
+            fault = differs(outputs(module, tensors, composed), wanted, graph.knobs["dtype"])
+        except Exception as error:
+            return f"the rewritten graph raised {type(error).__name__}: {error}"
+        if not fault:
+            return ""
+    return fault
+
+
+# --- process set-up -----------------------------------------------------------------------------
+
+
+@cache
+def groups() -> tuple[str, str]:
+    """Two fake process groups of eight ranks, and vLLM's experts op with an implementation."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if not dist.is_initialized():
+        dist.init_process_group(backend="fake", world_size=8, rank=0, store=FakeStore())
+    _stock_experts()
+    world: Any = dist.group.WORLD
+    other: Any = dist.new_group(list(range(8)))
+    return world.group_name, other.group_name
+
+
+_LIBRARIES: list[Any] = []
+
+
+def _stock_experts() -> None:
+    """moe_forward_shared: deterministic functions of its inputs, rank partials as vLLM's."""
+    library: Any = torch.library.Library("vllm", "FRAGMENT")  # type: ignore[no-untyped-call]
+    _LIBRARIES.append(library)
+    if not hasattr(torch.ops.vllm, "moe_forward_shared"):
+        library.define(
+            "moe_forward_shared(Tensor hidden_states, Tensor router_logits, Tensor? "
+            "shared_experts_input, Tensor? input_ids, str layer_name, SymInt hidden_dim_unpadded)"
+            " -> (Tensor, Tensor)"
+        )
+
+    def experts(hidden: Tensor, logits: Tensor, shared: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        gain = torch.softmax(logits.to(FP32), -1).amax(-1, keepdim=True)
+        return torch.tanh(shared * 2), (torch.sin(hidden.float()) * gain).to(hidden.dtype)
+
+    library.impl("moe_forward_shared", experts, "CompositeExplicitAutograd")
+
+
+def healthy(family: str, rng: random.Random) -> tuple[Knobs, str]:
+    """Healthy knobs and a level."""
+    chosen = FAMILIES[family]
+    knobs = chosen.draw(rng)
+    knobs["dtype"] = torch.bfloat16
+    knobs["group"] = rng.choice(["", groups()[0]]) if chosen.ranks else ""
+    # make_fx reads a symbolic size off inner slices, which AOTAutograd's graphs do not.
+    return knobs, rng.choice([n for n in LEVELS if n != "dynamic" or family != "experts"])
