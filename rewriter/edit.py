@@ -44,6 +44,8 @@ class Editor:
     events: list[Event] = field(default_factory=list)
     listeners: list[Callable[[Event], None]] = field(default_factory=list)
     replaced: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    # Value a node had -> the value of the node that its readers read now.
+    exchanged: list[tuple[str, Any, fx.Node]] = field(default_factory=list)
     _unordered: bool = False
     _inputs_end: list[fx.Node] | None = None
     _fakes: FakeResults = field(default_factory=FakeResults)
@@ -243,6 +245,7 @@ class Editor:
                 previous = new
             output.node.replace_all_uses_with(new, delete_user_cb=lambda u: u not in inner)
             self.replaced[output.node] = new
+            self.exchanged.append((output.node.name, output.node.meta["val"], new))
             self._tell("replaced", output.node.name, new.name)
 
     def _erase(self, site: Site) -> None:

@@ -136,13 +136,18 @@ def _apply(
     with phase("edit"):
         before = snapshot(module.graph)
         editor = Editor(module)
-        made = _edit(editor, view, patterns, report, target)
+        planned = _plan(view, patterns, report, target)
+    if options.validate == "values":
+        with phase("values"):
+            planned = _same_values(view, planned, report)
+    with phase("edit"):
+        made = _edit(editor, planned)
         if editor.events:
             editor.finish(recompile=recompile)
     with phase("verify"):
         if options.validate != "off":
-            verify(module, before)
-        report.validated = "off" if options.validate == "off" else "structure"
+            verify(module, before, editor.exchanged)
+        report.validated = options.validate
     report.events = Counter(e.kind for e in editor.events)
     report.nodes_after = len(module.graph.nodes)
     report.launches = launches(report)
@@ -298,21 +303,43 @@ def _token_count(report: Report) -> None:
                 return
 
 
-def _edit(
-    editor: Editor,
+Planned = list[tuple[Site, Replacement]]
+
+
+def _plan(
     view: GraphView,
     patterns: tuple[Pattern, ...],
     report: Report,
     target: Target,
-) -> dict[int, tuple[fx.Node, ...]]:
-    """Replace every accepted site. All replacements are made before the first edit."""
+) -> Planned:
+    """What takes the place of every accepted site; all of it is made before the first edit."""
     by_name = {p.name: p for p in patterns}
-    planned: list[tuple[Site, Replacement]] = []
+    planned: Planned = []
     for site in report.found:
         try:
             planned.append((site, by_name[site.pattern].replacement(site, view, target)))
         except Refusal as refusal:
             site.refuse(refusal.reason)
+    return planned
+
+
+def _same_values(view: GraphView, planned: Planned, report: Report) -> Planned:
+    """The sites whose op gives the values of their nodes; the others are refused."""
+    from k3fuse.rewriter.values import ValueCheck
+
+    check, kept = ValueCheck(view), []
+    for site, replacement in planned:
+        reason = check.reason(site, replacement)
+        if reason is None:
+            kept.append((site, replacement))
+        else:
+            site.refuse(reason)
+    report.value_runs = {"sites": len(planned), "runs": check.runs, "kept": len(kept)}
+    return kept
+
+
+def _edit(editor: Editor, planned: Planned) -> dict[int, tuple[fx.Node, ...]]:
+    """Replace every planned site."""
     made = {}
     for site, replacement in planned:
         done = len(editor.events)

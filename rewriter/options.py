@@ -11,7 +11,7 @@ from typing import Any, Literal
 from k3fuse.rewriter.target import Target
 
 INNER = ("inductor", "aot_eager", "eager")
-VALIDATE = ("off", "structure")
+VALIDATE = ("off", "structure", "values")
 LOG = ("off", "summary", "explain", "all")
 
 
@@ -29,7 +29,9 @@ class Options:
     disagrees, is an error. expect: pattern name -> expected sites of one graph; for a model of
     several graphs call backend.check(expect) after its first step. disable: pattern names left
     alone. only_layers: rewrite only these layers (None: all). first_layer: number of the graph's
-    first layer. validate: checks after the rewrite, "off" or "structure". log: what each rewrite
+    first layer. validate: checks of the rewrite, "off", "structure" (the graph's rules) or "values"
+    (each site's nodes are also run against its op on random inputs; a site that differs, or cannot
+    be run, is left). log: what each rewrite
     logs; "off", "summary" (3 reasons), "explain" or "all" (every reason). dump_dir: folder for text
     dumps ("": none). groups: process group name -> ranks, where torch.distributed cannot tell.
     """
@@ -43,7 +45,7 @@ class Options:
     disable: tuple[str, ...] = ()
     only_layers: tuple[int, ...] | None = None
     first_layer: int = 0
-    validate: Literal["off", "structure"] = "structure"
+    validate: Literal["off", "structure", "values"] = "structure"
     log: Literal["off", "summary", "explain", "all"] = "summary"
     dump_dir: str = ""
     groups: Mapping[str, int] = field(default_factory=dict)

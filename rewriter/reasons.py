@@ -36,6 +36,8 @@ class Code(StrEnum):
     POLICY_SLOWER = "POLICY_SLOWER"
     DISABLED_BY_USER = "DISABLED_BY_USER"
     RANK_DISAGREES = "RANK_DISAGREES"
+    VALUES_DIFFER = "VALUES_DIFFER"
+    VALUES_UNCHECKED = "VALUES_UNCHECKED"
 
 
 # What a user can do about it, one sentence a code; a guard may give a better one.
@@ -63,6 +65,8 @@ HINTS: dict[Code, str] = {
     Code.KERNEL_UNAVAILABLE: "use --plan to see the rewrite as if the kernel existed",
     Code.POLICY_SLOWER: "the stock path is faster here by measurement",
     Code.DISABLED_BY_USER: "remove the pattern or layer from the disable option",
+    Code.VALUES_DIFFER: "a fault of k3fuse: report the site with its dump, and disable its pattern",
+    Code.VALUES_UNCHECKED: "use validate='structure', or a smaller model for the value check",
     Code.RANK_DISAGREES: "start every rank with the same model, options and version",
 }
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import fx
 
 
@@ -16,11 +18,18 @@ def snapshot(graph: fx.Graph) -> dict[str, Any]:
     return {n.name: n.meta.get("val") for n in graph.nodes}
 
 
-def verify(module: fx.GraphModule, before: dict[str, Any]) -> None:
+def verify(
+    module: fx.GraphModule,
+    before: dict[str, Any],
+    exchanged: Iterable[tuple[str, Any, fx.Node]] = (),
+) -> None:
     """Raise VerifyError where a rule is broken.
 
     Rules: the graph lints; every node that survived has the value it had; every inserted node says
-    which pattern and nodes it stands for; the output has as many values as before.
+    which pattern and nodes it stands for; what readers read instead of a replaced value has its
+    shape, dtype, strides and device, so that propagating fake values gives every survivor the
+    value it has.
+    exchanged: (name, value before, node that is read now) of every replaced value.
     """
     graph = module.graph
     try:
@@ -40,3 +49,18 @@ def verify(module: fx.GraphModule, before: dict[str, Any]) -> None:
         for source in node.all_input_nodes:
             if source.graph is not graph:
                 raise VerifyError(f"{node.name} reads {source.name} of another graph")
+    for name, old, node in exchanged:
+        if not node._erased and (was := _look(old)) != (now := _look(node.meta.get("val"))):
+            raise VerifyError(f"{name} was {was}, its readers now read {now} ({node.name})")
+
+
+def _look(value: Any) -> Any:
+    """What a reader can see of a value before it runs."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    shape = tuple(str(s) for s in value.shape)
+    # Strides of sizes of 1 mean nothing.
+    strides = tuple(
+        str(step) for step, size in zip(value.stride(), value.shape, strict=True) if size != 1
+    )
+    return (shape, strides, value.dtype, value.device)
