@@ -42,6 +42,7 @@ _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Div: operator.truediv,
 }
 _CALLS = ("FloorDiv", "CleanDiv", "CeilDiv", "Mod", "PythonMod", "ModularIndexing", "Max", "Min")
+_POWERS = range(5)  # sizes have small powers; 9**9**9 would not end
 _OPS = ("placeholder", "call_function", "get_attr", "output")
 
 
@@ -53,6 +54,8 @@ def parse_graph(text: str, name: str) -> GraphFile:
         raise GraphFileError(
             f"{name}: line {err.lineno}: not complete JSON ({err.msg}), truncated?; {_REWRITE}"
         ) from err
+    except (ValueError, RecursionError) as err:  # numbers or nesting beyond Python's limits
+        raise GraphFileError(f"{name}: no graph file ({_first_line(err)}); {_REWRITE}") from err
     if not isinstance(data, dict) or "schema" not in data:
         raise GraphFileError(f"{name}: field 'schema' is missing; give a file of {SCHEMA!r}")
     if data["schema"] != SCHEMA:
@@ -60,7 +63,18 @@ def parse_graph(text: str, name: str) -> GraphFile:
             f"{name}: field 'schema' is {data['schema']!r}, this k3fuse reads {SCHEMA!r}; "
             "use the k3fuse that wrote it, or capture the graph again"
         )
-    return _Reader(data, name).read()
+    try:
+        return _Reader(data, name).read()
+    except GraphFileError:
+        raise
+    except Exception as err:
+        # Whatever else a damaged field leads to inside torch or sympy: one error for the caller.
+        raise GraphFileError(f"{name}: not understood ({_first_line(err)}); {_REWRITE}") from err
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:120]}" if text else type(error).__name__
 
 
 class _SymbolEnv(ShapeEnv):
@@ -165,6 +179,8 @@ class _Reader:
             return -self._evaluate(tree.operand, text)
         if isinstance(tree, ast.BinOp) and type(tree.op) in _BINARY:
             sides = self._evaluate(tree.left, text), self._evaluate(tree.right, text)
+            if isinstance(tree.op, ast.Pow) and sides[1] not in _POWERS:
+                raise EncodingError(f"power {sides[1]} in {text!r} is not in 0 to 4")
             return _BINARY[type(tree.op)](*sides)
         call = tree.func if isinstance(tree, ast.Call) and not tree.keywords else None
         if isinstance(tree, ast.Call) and isinstance(call, ast.Name) and call.id in _CALLS:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from k3fuse.kernels.build.compile import Built
-from k3fuse.kernels.build.errors import BuildError, PackedError
+from k3fuse.kernels.build.errors import PackedError
 from k3fuse.kernels.build.resources import Resources
 from k3fuse.kernels.build.variant import Plan, Variant
 
@@ -123,7 +123,7 @@ def _entries(path: Path, files: dict[str, bytes]) -> list[Any]:
     try:
         manifest = json.loads(files[MANIFEST])
         schema, entries = manifest["schema"], manifest["kernels"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise PackedError(f"{path}: its {MANIFEST} is damaged; pack it again") from None
     if schema != SCHEMA:
         raise PackedError(
@@ -132,6 +132,8 @@ def _entries(path: Path, files: dict[str, bytes]) -> list[Any]:
         )
     if manifest.get("sha256") != _digest(_canonical(entries)):
         raise PackedError(f"{path}: the checksum of its {MANIFEST} is wrong; pack it again")
+    if not isinstance(entries, list):
+        raise PackedError(f"{path}: its {MANIFEST} lists no kernels; pack it again")
     return list(entries)
 
 
@@ -156,8 +158,9 @@ def _kernel(path: Path, entry: Any, files: dict[str, bytes]) -> Built:
         )
     except PackedError:
         raise
-    except (KeyError, TypeError, AttributeError, BuildError) as error:
-        raise PackedError(f"{path}: not understood ({error}); pack it again") from None
+    except Exception as error:  # whatever else a wrong description leads to
+        text = " ".join(str(error).split()) or type(error).__name__
+        raise PackedError(f"{path}: not understood ({text}); pack it again") from None
 
 
 def _canonical(value: Any) -> bytes:

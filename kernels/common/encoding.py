@@ -41,6 +41,11 @@ _LAYOUTS = {
     for f in (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.jagged)
 }
 # Python functions that stand as call targets in traced graphs, by the prefix they are written with.
+# Not attrgetter, methodcaller or call: a text must not reach beyond arithmetic and indexing.
+_OPERATORS = frozenset(
+    "getitem add sub mul truediv floordiv mod pow neg pos abs eq ne lt le gt ge and_ or_ xor not_ "
+    "invert lshift rshift index is_ is_not contains truth matmul".split()
+)
 _PLAIN_MODULES: dict[str, Any] = {"operator": operator, "math": math, "builtins": builtins}
 _PLAIN_BUILTINS = frozenset({"max", "min", "abs", "pow", "round"})
 
@@ -94,11 +99,13 @@ def target_from_name(name: object) -> Callable[..., Any]:
     elif len(parts) == 2 and parts[0] == "torch" and parts[1].startswith("sym_"):
         found = getattr(torch, parts[1], None)
     elif len(parts) == 2 and parts[0] in _PLAIN_MODULES:
-        if parts[0] != "builtins" or parts[1] in _PLAIN_BUILTINS:
+        allowed = {"builtins": _PLAIN_BUILTINS, "operator": _OPERATORS}.get(parts[0])
+        if (allowed is None or parts[1] in allowed) and not parts[1].startswith("_"):
             found = getattr(_PLAIN_MODULES[parts[0]], parts[1], None)
     elif len(parts) == 3:
         packet = getattr(getattr(torch.ops, parts[0], None), parts[1], None)
         found = getattr(packet, parts[2], None) if packet is not None else None
+        found = found if isinstance(found, torch._ops.OpOverload) else None
     if not callable(found):
         raise EncodingError(
             f"unknown operator {name!r}; import the package that registers it, or store its schema"
