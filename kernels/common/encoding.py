@@ -43,8 +43,38 @@ _LAYOUTS = {
 # Python functions that stand as call targets in traced graphs, by the prefix they are written with.
 # Not attrgetter, methodcaller or call: a text must not reach beyond arithmetic and indexing.
 _OPERATORS = frozenset(
-    "getitem add sub mul truediv floordiv mod pow neg pos abs eq ne lt le gt ge and_ or_ xor not_ "
-    "invert lshift rshift index is_ is_not contains truth matmul".split()
+    [
+        "getitem",
+        "add",
+        "sub",
+        "mul",
+        "truediv",
+        "floordiv",
+        "mod",
+        "pow",
+        "neg",
+        "pos",
+        "abs",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "and_",
+        "or_",
+        "xor",
+        "not_",
+        "invert",
+        "lshift",
+        "rshift",
+        "index",
+        "is_",
+        "is_not",
+        "contains",
+        "truth",
+        "matmul",
+    ]
 )
 _PLAIN_MODULES: dict[str, Any] = {"operator": operator, "math": math, "builtins": builtins}
 _PLAIN_BUILTINS = frozenset({"max", "min", "abs", "pow", "round"})
