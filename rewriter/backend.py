@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from k3fuse.rewriter.engine import rewrite
+from k3fuse.rewriter.key import factors, key
 from k3fuse.rewriter.options import Options
 from k3fuse.rewriter.pattern import load_patterns
 from k3fuse.rewriter.ranks import agree, rank_and_world
@@ -113,7 +113,7 @@ class _JointPass(CustomGraphPass):
     """The rewrite as Inductor's first graph pass: after AOTAutograd, before any pass of its own.
 
     Inductor's graph cache keys the graph after this pass, with every op, kernel choice and
-    composition in it, so the pass itself adds only its version to the key.
+    composition in it; the pass adds everything else that its decisions depend on.
     """
 
     def __init__(self, options: Options) -> None:
@@ -128,7 +128,7 @@ class _JointPass(CustomGraphPass):
 
     def uuid(self) -> str:
         """Part of Inductor's cache key."""
-        return f"k3fuse {version('k3fuse')} {self.options.target}"
+        return f"k3fuse {key(factors(self.options, load_patterns()))}"
 
 
 def _inductor(

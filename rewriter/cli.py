@@ -202,6 +202,28 @@ def check(dump: Path, expect: Path | None, as_json: bool, output: Path | None) -
     raise SystemExit(OK if ok else MISSING)
 
 
+@main.command("key")
+@click.argument("dump", type=click.Path(path_type=Path))
+@click.argument("other", required=False, type=click.Path(path_type=Path))
+@_shared
+def key_(dump: Path, other: Path | None, as_json: bool, output: Path | None) -> None:
+    """What the rewrite of DUMP depended on; with OTHER, what differs between the two."""
+    from k3fuse.rewriter.key import differences, key
+
+    mine = _load(dump, None, None).document.get("factors") or {}
+    if not mine:
+        raise Failure(f"{str(dump)!r} has no factors; write it again with `k3fuse inspect --dump`")
+    document: dict[str, Any] = {"key": key(mine), "factors": mine}
+    lines = [f"{name:<32} {value}" for name, value in sorted(mine.items())]
+    if other is not None:
+        theirs = _load(other, None, None).document.get("factors") or {}
+        changed = differences(mine, theirs)
+        document |= {"other": key(theirs), "differences": changed}
+        lines = [f"{name:<32} {old} -> {new}" for name, (old, new) in changed.items()]
+        lines = lines or ["no factor differs"]
+    console.emit(document if as_json else "\n".join([f"key {key(mine)}", *lines]) + "\n", output)
+
+
 @main.command(context_settings={"ignore_unknown_options": True})
 @click.option("--dry-run", is_flag=True, help="Match and report; leave every graph as it is.")
 @click.argument("script", type=click.Path(exists=False, path_type=Path))

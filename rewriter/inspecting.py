@@ -13,7 +13,9 @@ from k3fuse.rewriter import sources
 from k3fuse.rewriter.dump import write_dump
 from k3fuse.rewriter.engine import launches, rewrite
 from k3fuse.rewriter.graph_text import graph_text
+from k3fuse.rewriter.key import factors
 from k3fuse.rewriter.options import Options
+from k3fuse.rewriter.pattern import load_patterns
 from k3fuse.rewriter.report import Report
 from k3fuse.rewriter.target import Target
 
@@ -59,6 +61,7 @@ def inspect_source(
         before = graph_text(graph.module.graph) if dump is not None else ""
         report = rewrite(graph.module, options, source=graph.name, progress=progress, texts=record)
         report.notes += graph.notes
+        report.factors = factors(options, load_patterns(), report)
         if dump is not None:
             progress("write dump")
             several = number if len(graphs) > 1 else 0

@@ -53,6 +53,7 @@ class Report:
     changed_options: Mapping[str, Any] = field(default_factory=dict)
     validated: str = "off"
     value_runs: dict[str, int] = field(default_factory=dict)
+    factors: dict[str, str] = field(default_factory=dict)
     launches: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     dump: str = ""
@@ -126,6 +127,7 @@ class Report:
             "phases": {k: round(v, 4) for k, v in self.phases.items()},
             "validated": self.validated,
             "value_runs": self.value_runs,
+            "factors": self.factors,
             "site_hash": self.site_hash(),
             "notes": self.notes,
             "options": {name: str(value) for name, value in self.changed_options.items()},
