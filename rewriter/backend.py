@@ -12,7 +12,7 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from k3fuse.rewriter.engine import rewrite
-from k3fuse.rewriter.key import factors, key
+from k3fuse.rewriter.key import decision, factors, key
 from k3fuse.rewriter.options import Options
 from k3fuse.rewriter.pattern import load_patterns
 from k3fuse.rewriter.ranks import agree, rank_and_world
@@ -98,14 +98,15 @@ def _ask_ranks(report: Report) -> Reason | None:
     """Every rank calls this once a graph, with sites or without; a difference stops all of them."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return None
-    differing = agree(report.site_hash())
+    differing = agree(decision(report))
     if not differing:
         return None
     return Reason(
         Code.RANK_DISAGREES,
-        f"ranks {differing} chose other sites than rank 0; all keep the stock graph",
-        expected="equal site hashes",
-        actual=report.site_hash(),
+        f"ranks {differing} chose other sites than rank 0, or read them otherwise; all keep the "
+        "stock graph",
+        expected="equal sites, dtypes, shapes and version",
+        actual=decision(report),
     )
 
 

@@ -66,6 +66,19 @@ def factors(
     return found
 
 
+def decision(report: Report) -> str:
+    """Digest of what all ranks have to share: the sites, what was read of them, and the code.
+
+    The token count is left out; ranks of different data may have different ones.
+    """
+    values = [
+        sorted((s.name, str(v)) for s, v in site.values.items() if s.name != "M")
+        for site in report.sites
+    ]
+    sources = [source_digest(folder) for folder in _FOLDERS]
+    return _digest([report.site_hash(), values, _version("k3fuse"), sources])[:32]
+
+
 def key(found: Mapping[str, str]) -> str:
     """Return the digest of factors, whatever their order."""
     return _digest(dict(found))[:32]

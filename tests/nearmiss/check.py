@@ -37,8 +37,8 @@ _KINDS = {"sum": 1.75, "avg": 0.875, "max": 1.25, "min": 0.75, "product": 1.125}
 
 
 def reduced(value: Tensor, how: str, group: str) -> Tensor:
-    """What the simulated ranks of a group make of one rank's value."""
-    return value * (_KINDS[how] + (0.5 if group.endswith("1") else 0.0))
+    """What the simulated ranks of a group make of a value: contiguous, as collectives do."""
+    return (value * (_KINDS[how] + (0.5 if group.endswith("1") else 0.0))).contiguous()
 
 
 class _Ranks(fx.Interpreter):
@@ -265,4 +265,7 @@ def healthy(family: str, rng: random.Random) -> tuple[Knobs, str]:
     knobs["dtype"] = torch.bfloat16
     knobs["group"] = rng.choice(["", groups()[0]]) if chosen.ranks else ""
     # make_fx reads a symbolic size off inner slices, which AOTAutograd's graphs do not.
-    return knobs, rng.choice([n for n in LEVELS if n != "dynamic" or family != "experts"])
+    level = rng.choice([n for n in LEVELS if n != "dynamic" or family != "experts"])
+    if level == "dynamic" and knobs.get("between") == "slice":
+        knobs["between"] = "nothing"
+    return knobs, level

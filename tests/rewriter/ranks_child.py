@@ -11,21 +11,27 @@ import torch
 import torch.distributed as dist
 from tests.rewriter.warm_backend_child import Block
 
-from k3fuse.rewriter import backend, ranks
+from k3fuse.rewriter import backend, key, ranks
 
 
 def main(rank: int, case: str, store: str, out: str) -> None:
-    """case: "same", "other options" (rank 1 disables a pattern) or "absent" (it never compiles)."""
+    """case: "same"; rank 1 disables a pattern ("other options"), has other weights ("other dtype"),
+    another version ("other version"), or never compiles ("absent").
+    """
     dist.init_process_group("gloo", init_method=f"file://{store}", world_size=2, rank=rank)
     torch.manual_seed(0)
     block = Block().to(torch.bfloat16).eval()
     options: dict[str, object] = {"target": "reference", "inner": "eager", "log": "off"}
     if case == "other options" and rank == 1:
         options["disable"] = ["output_projection"]
+    if case == "other dtype" and rank == 1:
+        block = block.to(torch.float16)
+    if case == "other version" and rank == 1:
+        key._version = lambda name: "0.0.0"
     if case == "absent":
         defaults = list(ranks.agree.__defaults__ or ())
         ranks.agree.__defaults__ = (datetime.timedelta(seconds=3), *defaults[1:])
-    x = torch.randn(3, 64).to(torch.bfloat16)
+    x = torch.randn(3, 64).to(next(block.parameters()).dtype)
     result: dict[str, object] = {}
     with torch.no_grad():
         if case != "absent" or rank == 0:

@@ -50,6 +50,15 @@ def test_one_rank_with_other_sites_stops_all(tmp_path: Path) -> None:
         assert rank["equal"]
 
 
+@pytest.mark.parametrize("case", ["other dtype", "other version"])
+def test_one_rank_that_differs_stops_all_once(case: str, tmp_path: Path) -> None:
+    for rank in run(case, tmp_path):
+        assert rank["found"] == 0
+        assert rank["codes"] == ["RANK_DISAGREES"]
+        assert rank["nodes"][1] == rank["nodes"][0]
+        assert rank["equal"]
+
+
 @pytest.mark.parametrize("case", ["absent"])
 def test_a_rank_that_never_compiles_is_an_error_not_a_hang(case: str, tmp_path: Path) -> None:
     present, _ = run(case, tmp_path)
