@@ -62,11 +62,18 @@ def k3fuse(
     return _aot(gm, example_inputs, chosen)
 
 
-def _rewrite(module: fx.GraphModule, options: Options, *, recompile: bool = True) -> Report:
-    """Rewrite one AOT graph so that all ranks end with the same graph."""
-    report = rewrite(
-        module, options, source="torch.compile", recompile=recompile, consent=_ask_ranks
-    )
+def rewrite_together(
+    module: fx.GraphModule,
+    options: Options,
+    *,
+    source: str = "torch.compile",
+    recompile: bool = True,
+) -> Report:
+    """Rewrite one AOT graph so that all ranks end with the same graph, keep and log the report.
+
+    Raises StrictError where strict mode is on and sites are missing or ranks disagree.
+    """
+    report = rewrite(module, options, source=source, recompile=recompile, consent=_ask_ranks)
     differs = [r for s in report.sites for r in s.reasons if r.code is Code.RANK_DISAGREES]
     if differs:
         if options.strict:
@@ -125,7 +132,7 @@ class _JointPass(CustomGraphPass):
         names = [n.name for n in graph.nodes if n.op == "placeholder"]
         if graph.owning_module is not None and not any(n.startswith("tangents_") for n in names):
             # Inductor reads the graph, not the module's Python code.
-            _rewrite(graph.owning_module, self.options, recompile=False)
+            rewrite_together(graph.owning_module, self.options, recompile=False)
 
     def uuid(self) -> str:
         """Part of Inductor's cache key."""
@@ -157,7 +164,7 @@ def _aot(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) ->
     from torch._dynamo.backends.common import aot_autograd
 
     def inference(module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-        report = _rewrite(module, options)
+        report = rewrite_together(module, options)
         if options.inner == "eager" and report.found:
             return make_boxed_func(fx.Interpreter(module).run)  # type: ignore[no-any-return]
         return make_boxed_func(module.forward)  # type: ignore[no-any-return]

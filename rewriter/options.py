@@ -15,6 +15,16 @@ VALIDATE = ("off", "structure", "values")
 LOG = ("off", "summary", "explain", "all")
 
 
+# Set by a host program that reads its own configuration, such as an inference server.
+_PROCESS: dict[str, Any] = {}
+
+
+def set_process_options(values: Mapping[str, Any]) -> None:
+    """Set defaults of this process; they go before environment variables, after a call's own."""
+    _PROCESS.clear()
+    _PROCESS.update(values)
+
+
 class OptionError(ValueError):
     """An option that does not exist or has a wrong value."""
 
@@ -63,11 +73,12 @@ class Options:
 
     @classmethod
     def make(cls, given: Mapping[str, Any] | None = None) -> Options:
-        """Build from a user's dict; environment variables fill what the dict leaves out.
+        """Build from a user's dict; the process's defaults and then environment variables fill it.
 
         Raises OptionError naming the option, its value and what exists.
         """
         values: dict[str, Any] = dict(_environment())
+        values.update(_PROCESS)
         values.update(given or {})
         known = {f.name for f in dataclasses.fields(cls)}
         for name in values:

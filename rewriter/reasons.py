@@ -38,6 +38,7 @@ class Code(StrEnum):
     RANK_DISAGREES = "RANK_DISAGREES"
     VALUES_DIFFER = "VALUES_DIFFER"
     VALUES_UNCHECKED = "VALUES_UNCHECKED"
+    ENGINE_UNSUPPORTED = "ENGINE_UNSUPPORTED"
 
 
 # What a user can do about it, one sentence a code; a guard may give a better one.
@@ -67,6 +68,7 @@ HINTS: dict[Code, str] = {
     Code.DISABLED_BY_USER: "remove the pattern or layer from the disable option",
     Code.VALUES_DIFFER: "a fault of k3fuse: report the site with its dump, and disable its pattern",
     Code.VALUES_UNCHECKED: "use validate='structure', or a smaller model for the value check",
+    Code.ENGINE_UNSUPPORTED: "see docs/vllm.md for the engine settings that are covered",
     Code.RANK_DISAGREES: "start every rank with the same model, options and version",
 }
 

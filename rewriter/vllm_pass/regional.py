@@ -1,0 +1,195 @@
+"""Compile decoder layers one by one, whatever vLLM's own compilation mode is.
+
+vLLM compiles no Kimi K3 class and turns its own compilation off for it. So each decoder layer gets
+a compiled twin for decode-sized steps; a larger step runs the layer as vLLM wrote it. Layers of one
+form (kind of attention, kind of MLP, AttnRes blocks) share one graph with a symbolic token count.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from k3fuse.rewriter import backend
+from k3fuse.rewriter.options import Options
+from k3fuse.rewriter.reasons import Reason, Refusal
+from k3fuse_vllm.facts import Facts
+from k3fuse_vllm.routes import MAX_TOKENS
+from k3fuse_vllm.settings import Settings
+
+log = logging.getLogger("k3fuse")
+
+K3_LAYER = "KimiDecoderLayer"
+# Graphs of one layer class: Kimi K3's 93 layers have 24 forms. Dynamo's own limit is 8.
+GRAPHS = 128
+# Tokens of the first step: no size of the model, so that no dimension is taken for the count.
+FIRST_TOKENS = 5
+
+
+class Regions:
+    """The compiled layers of one worker."""
+
+    def __init__(self, facts: Facts, settings: Settings) -> None:
+        self.facts, self.settings = facts, settings
+        self.classes = settings.region or (K3_LAYER,)
+        self.refused: list[Reason] = []
+        # Report number -> modules that run its graph.
+        self.users: Counter[int] = Counter()
+        self.modules = 0
+        self._compiled: dict[Any, Callable[..., Any]] = {}
+        self._last: int | None = None
+        self._backend = _Backend(settings.options, self._ran)
+
+    def prepare(self) -> None:
+        """Pass the blockers of Kimi K3's code, before the model is built. A refusal is kept."""
+        if not self.facts.is_k3:
+            return
+        from k3fuse_vllm import blockers
+
+        try:
+            blockers.prepare()
+        except Refusal as refusal:
+            self.refused.append(refusal.reason)
+
+    def compile(self, model: nn.Module) -> int:
+        """Put a compiled twin beside every module of the region; return how many there are."""
+        if self.refused:
+            return 0
+        found = [m for m in model.modules() if type(m).__name__ in self.classes]
+        try:
+            for module in found:
+                self._prepare_module(module)
+        except Refusal as refusal:
+            self.refused.append(refusal.reason)
+            return 0
+        dynamo: Any = torch._dynamo.config
+        dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS)
+        limit = max(dynamo.accumulated_recompile_limit, 8 * GRAPHS)
+        dynamo.accumulated_recompile_limit = limit
+        for module in found:
+            module.forward = _Twin(self, module)
+        if self.facts.is_k3:
+            self._compile_final_mix()
+        self.modules = len(found)
+        return self.modules
+
+    def reach(self, runner: Any) -> None:
+        """Run one small step, so that every layer compiles before CUDA graphs are captured."""
+        if self.modules and not self.refused:
+            runner._dummy_run(FIRST_TOKENS)
+
+    def totals(self) -> dict[str, int]:
+        """Return accepted sites by pattern over all modules, each graph counted for its users."""
+        total: Counter[str] = Counter()
+        for number, report in enumerate(backend.reports()):
+            for site in report.found:
+                total[site.pattern] += self.users[number]
+        return dict(total)
+
+    # --- calls --------------------------------------------------------------------------------
+
+    def call(
+        self, key: Any, function: Callable[..., Any], cold: bool, args: Any, kwargs: Any
+    ) -> Any:
+        """Call the compiled form of `function`; a cold call may trace it, with dim 0 symbolic."""
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            compiled = self._compiled[key] = torch.compile(
+                function, backend=self._backend, fullgraph=True
+            )
+        if not cold:
+            return compiled(*args, **kwargs)
+        rows = token_count(args, kwargs)
+        for tensor in _tensors(args, kwargs):
+            if tensor.dim() and tensor.shape[0] == rows:
+                torch._dynamo.mark_dynamic(tensor, 0)
+        shapes: Any = torch.fx.experimental._config
+        # Without it a count of 1 would be a graph of its own.
+        with shapes.patch(backed_size_oblivious=True):
+            result = compiled(*args, **kwargs)
+        if self._last is not None:
+            self.users[self._last] += 1
+        return result
+
+    def _ran(self, number: int) -> None:
+        self._last = number
+
+    def _prepare_module(self, module: nn.Module) -> None:
+        if self.facts.is_k3:
+            from k3fuse_vllm import blockers
+
+            blockers.prepare_layer(module)
+
+    def _compile_final_mix(self) -> None:
+        """The AttnRes behind the last layer stands in no layer: a region of its own."""
+        import importlib
+
+        owner: Any = importlib.import_module("vllm.models.kimi_k3.nvidia.model")
+        stock = owner.attn_res
+        cold = [True]
+
+        def attn_res(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or not 0 < args[0].shape[0] <= MAX_TOKENS:
+                return stock(*args, **kwargs)
+            result = self.call("attn_res", stock, cold[0], args, kwargs)
+            cold[0] = False
+            return result
+
+        owner.attn_res = attn_res
+
+
+class _Twin:
+    """The `forward` of one module: compiled for decode-sized steps, its own for the others."""
+
+    def __init__(self, regions: Regions, module: nn.Module) -> None:
+        self.regions, self.module = regions, module
+        self.stock = module.forward
+        self.cold = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not 0 < token_count(args, kwargs) <= MAX_TOKENS:
+            return self.stock(*args, **kwargs)
+        kind = type(self.module)
+        result = self.regions.call(kind, kind.forward, self.cold, (self.module, *args), kwargs)
+        self.cold = False
+        return result
+
+
+class _Backend:
+    """One object for all layers: Dynamo shares graphs between calls with the same backend."""
+
+    def __init__(self, options: Options, ran: Callable[[int], None]) -> None:
+        self.options, self.ran = options, ran
+
+    def __call__(self, gm: Any, example_inputs: Any) -> Callable[..., Any]:
+        compiled = backend.k3fuse(gm, example_inputs, options=_as_dict(self.options))
+        number = len(backend.reports()) - 1
+
+        def run(*args: Any) -> Any:
+            self.ran(number)
+            return compiled(*args)
+
+        return run
+
+
+def _as_dict(options: Options) -> dict[str, Any]:
+    import dataclasses
+
+    return {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
+
+
+def _tensors(args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            yield value
+
+
+def token_count(args: Any, kwargs: Any) -> int:
+    """Tokens of a step: the leading size of the first tensor argument, 0 without one."""
+    first = next(_tensors(args, kwargs), None)
+    return int(first.shape[0]) if first is not None and first.dim() else 0

@@ -1,0 +1,78 @@
+"""Which vLLM this package knows, and one digest of everything a decision depends on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Read and run against these; hooks, op names and compile ranges of other series are unknown.
+SERIES = ("0.32", "0.33")
+
+
+def vllm_version() -> str:
+    """Return version of the vLLM in this process, "" where there is none."""
+    try:
+        from vllm import __version__
+    except ImportError:
+        return ""
+    return str(__version__)
+
+
+def unknown_version(found: str) -> str:
+    """Return one line where this vLLM is not known, "" where it is."""
+    if found.startswith(tuple(f"{series}." for series in SERIES)):
+        return ""
+    return (
+        f"vLLM {found or '(unknown)'} is not known to k3fuse {own_version()}, which was tested "
+        f"with {', '.join(SERIES)}; the run is stock"
+    )
+
+
+def own_version() -> str:
+    """Return the version of the k3fuse distribution."""
+    try:
+        return version("k3fuse")
+    except PackageNotFoundError:
+        return "0"
+
+
+@lru_cache(maxsize=1)
+def source_digest() -> str:
+    """Return a digest of k3fuse's own Python files: an edited checkout keeps its version number."""
+    import k3fuse.kernels
+    import k3fuse.patterns
+    import k3fuse.rewriter
+
+    digest = hashlib.sha256()
+    for package in (k3fuse.rewriter, k3fuse.patterns, k3fuse.kernels):
+        root = Path(next(iter(package.__path__)))
+        for path in sorted(root.rglob("*.py")):
+            digest.update(path.relative_to(root).as_posix().encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def decision_digest(options: Mapping[str, Any], target: str) -> str:
+    """Return a digest of every factor of a decision but the graph: versions, sources, options.
+
+    options: plain values. target: its name, "" where it is to be detected.
+    """
+    factors = {
+        "k3fuse": own_version(),
+        "sources": source_digest(),
+        "torch": torch.__version__,
+        "vllm": vllm_version(),
+        "options": dict(options),
+        "environment": {k: v for k, v in os.environ.items() if k.startswith("K3FUSE_")},
+        "target": target,
+    }
+    text = json.dumps(factors, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -1,0 +1,79 @@
+"""vLLM 0.33's own Kimi K3 through the regional route, on meta weights and a fake group.
+
+`k3_layers.py WHEEL TP LAYERS [M ...]` prints one JSON line about a whole model of LAYERS layers,
+run for decode steps of M tokens (default 5, 1, 8, 64). A process of its own: the stand-ins stay.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def main() -> None:
+    """Build, compile, run, count."""
+    from k3fuse.patterns.sources.vllm_k3 import environment, layers
+
+    wheel, tp, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    sizes = [int(m) for m in sys.argv[4:]] or [5, 1, 8, 64]
+    warnings.simplefilter("ignore")
+    environment.prepare(wheel, tp)
+    with layers.engine(tp, count) as config:
+        layers.init_groups(tp)
+        print("RESULT " + json.dumps(_run(config, tp, sizes)))
+
+
+def _run(config: Any, tp: int, sizes: list[int]) -> dict[str, Any]:
+    from k3fuse.patterns.sources.vllm_k3 import layers
+    from k3fuse.rewriter import backend
+    from k3fuse_vllm.facts import Facts
+    from k3fuse_vllm.processes import group_sizes
+    from k3fuse_vllm.regional import Regions
+    from k3fuse_vllm.routes import decide
+    from k3fuse_vllm.settings import Settings
+
+    config.additional_config = {
+        "k3fuse": {"target": f"gb300:tp{tp}", "plan": True, "inner": "aot_eager", "log": "off"}
+    }
+    facts = Facts.of(config)
+    settings = Settings.of(facts)
+    assert settings is not None
+    settings = settings.with_groups(group_sizes())
+    regions = Regions(facts, settings)
+    regions.prepare()
+    built = layers.build_model(config)
+    start = time.perf_counter()
+    regions.compile(built.model)
+    graphs = []
+    for m in sizes:
+        ids = torch.zeros(m, dtype=torch.int32, device="meta")
+        positions = torch.empty(m, dtype=torch.int64, device="meta")
+        with torch.no_grad(), built.decode_context(list(built.layers), m):
+            rows = built.model(ids, positions, None, None)
+        assert tuple(rows.shape) == (m, layers.HIDDEN)
+        graphs.append(len(backend.reports()))
+    return {
+        "refused": [str(r) for r in regions.refused],
+        "route": decide(facts, settings).route.value,
+        "modules": regions.modules,
+        "graphs": graphs,
+        "totals": regions.totals(),
+        "refused_sites": sorted(_codes(backend.reports())),
+        "tokens": sorted({str(r.m) for r in backend.reports()}),
+        "near": sorted({m.reason.code.value for r in backend.reports() for m in r.near}),
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+
+
+def _codes(reports: list[Any]) -> set[str]:
+    return {str(reason) for r in reports for site in r.sites for reason in site.reasons}
+
+
+if __name__ == "__main__":
+    main()
