@@ -113,7 +113,8 @@ def inspect(
 ) -> None:  # fmt: skip
     """Rewrite SOURCE without running it, and report.
 
-    SOURCE: kimi-k3, kimi-linear, package.module:factory, or a saved graph (.json).
+    SOURCE: kimi-k3, kimi-linear, vllm:CONFIG.json, package.module:factory, or a saved graph
+    (.json).
     """
     from k3fuse.rewriter.inspecting import inspect_source
 
@@ -289,7 +290,8 @@ class _one_line:  # noqa: N801 - reads as a statement
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, ValueError) and type(error).__module__.startswith("k3fuse."):
-            raise Failure(" ".join(str(error).split())) from None
+            code = getattr(error, "exit_code", WRONG_USE)
+            raise Failure(" ".join(str(error).split()), code) from None
 
 
 def _load(path: Path, pattern: str | None, layer: int | None) -> SavedReport:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ class SourceRequest:
     """What a built-in source is asked for.
 
     m is None for a symbolic count. lines: nodes shall know the model line that made them, which
-    takes half as long again.
+    takes half as long again. argument: the part of SOURCE behind the source's name and a colon.
     """
 
     target: Target
@@ -48,6 +48,7 @@ class SourceRequest:
     form: str = ""
     progress: Progress = lambda _: None
     lines: bool = False
+    argument: str = ""
 
 
 def built_in() -> dict[str, Any]:
@@ -56,18 +57,14 @@ def built_in() -> dict[str, Any]:
 
 
 def load(source: str, request: SourceRequest) -> list[SourceGraph]:
-    """Resolve SOURCE: a built-in name, a saved graph file, or package.module:factory.
+    """Resolve SOURCE: a built-in name (NAME or NAME:ARGUMENT), a file, or package.module:factory.
 
     Raises SourceError naming the source and what exists.
     """
     known = built_in()
-    if source in known:
-        return list(known[source].load()(request))
-    if source.startswith("vllm:"):
-        raise SourceError(
-            f"source {source!r}: reading a vLLM config is not built yet; inspect a captured layer "
-            "(tests/data/vllm_k3) or kimi-k3 instead"
-        )
+    name, _, argument = source.partition(":")
+    if name in known:
+        return list(known[name].load()(replace(request, argument=argument)))
     path = Path(source)
     if path.suffix == ".json" or path.exists():
         return [from_file(path)]

@@ -46,6 +46,7 @@ def prepare() -> None:
     """
     for step in (
         _attention_cores,
+        _head_views,
         _experts_name,
         _latent_tail,
         _streams,
@@ -88,6 +89,25 @@ def _attention_cores() -> None:
 
     _while_compiling(kda, "_forward", kda_forward)
     _while_compiling(mla, "_attention", mla_attention)
+
+
+def _head_views() -> None:
+    """einops asks whether the count is 1, which makes one token a graph of its own: plain views."""
+
+    def rearrange(rows: torch.Tensor, pattern: str, **sizes: int) -> torch.Tensor:
+        if pattern == "n (h d) -> 1 n h d":
+            return rows.view(1, rows.shape[0], -1, sizes["d"])
+        if pattern == "... (h d) -> ... h d":
+            return rows.view(*rows.shape[:-1], -1, sizes["d"])
+        if pattern == "1 n h d -> n (h d)":
+            return rows.view(rows.shape[1], rows.shape[2] * rows.shape[3])
+        raise Refusal(
+            Reason(Code.ENGINE_UNSUPPORTED, f"KDA rearranges by {pattern!r}, which is not known")
+        )
+
+    kda = importlib.import_module(f"{_NVIDIA}.kda")
+    attribute(kda.__name__, "rearrange")
+    _while_compiling(kda, "rearrange", rearrange)
 
 
 def _experts_name() -> None:

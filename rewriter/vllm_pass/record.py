@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,20 @@ class Outcome:
         """Digest of the accepted sites of all graphs, None where no graph was reached."""
         return self.document["report"]["site_hash"] if self.reached else None
 
+    def sites(self) -> dict[str, int]:
+        """Accepted sites by pattern: of all compiled modules, or of all graphs."""
+        counted: dict[str, int] | None = self.document.get("sites")
+        if counted is not None:
+            return counted
+        patterns = self.document["report"]["patterns"] if self.reached else {}
+        return {name: count["found"] for name, count in patterns.items()}
+
+    def missing(self) -> dict[str, int]:
+        """Expected sites that were not rewritten; empty where the model promises none."""
+        found = self.sites()
+        short = {p: n - found.get(p, 0) for p, n in self.document.get("expected", {}).items()}
+        return {name: n for name, n in short.items() if n > 0}
+
     def headline(self) -> str:
         """One line: how far it came."""
         if self.document["reasons"]:
@@ -50,7 +64,7 @@ class Outcome:
             return f"k3fuse: not used: {first['code']}  {first['sentence']}"
         if not self.reached:
             return f"k3fuse: {_not_reached(self.document['route'])}"
-        found = sum(p["found"] for p in self.document["report"]["patterns"].values())
+        found = sum(self.sites().values())
         how = " (from a warm cache)" if self.cached else ""
         return (
             f"k3fuse: {found} sites in {self.document['graphs']} graphs{how}, "
@@ -62,9 +76,10 @@ class Outcome:
         lines = [self.headline()]
         if self.reached:
             report = self.document["report"]
+            sites = self.sites()
             for name, count in report["patterns"].items():
                 lines.append(
-                    f"  {name:<22}found {count['found']:>4}  near {count['near']:>3}  "
+                    f"  {name:<22}found {sites.get(name, 0):>4}  near {count['near']:>3}  "
                     f"refused {count['refused']:>4}"
                 )
             rows = (
@@ -108,8 +123,13 @@ class Record:
         ]
         return hashlib.sha256("|".join(factors).encode()).hexdigest()[:20]
 
-    def outcome(self, reports: Sequence[Report]) -> Outcome:
-        """Return this start's outcome; without a graph, the record of the start that compiled."""
+    def outcome(
+        self, reports: Sequence[Report], regions: Mapping[str, Any] | None = None
+    ) -> Outcome:
+        """Return this start's outcome; without a graph, the record of the start that compiled.
+
+        regions: what Regions.for_report gives, on the regional route.
+        """
         target = self.settings.options.target
         document: dict[str, Any] = {
             "schema": SCHEMA,
@@ -122,6 +142,10 @@ class Record:
             "graphs": len(reports),
             "report": None,
         }
+        if regions is not None:
+            document["reasons"] += regions["reasons"]
+            document |= {"modules": regions["modules"], "sites": regions["sites"]}
+            document["expected"] = regions["expected"]
         if reports:
             document["report"] = merged(reports).to_json()
             return Outcome(document)

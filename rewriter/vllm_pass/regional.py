@@ -91,6 +91,23 @@ class Regions:
                 total[site.pattern] += self.users[number]
         return dict(total)
 
+    def for_report(self) -> dict[str, Any]:
+        """Return modules, accepted and expected sites, and refusals as plain values."""
+        return {
+            "modules": self.modules,
+            "sites": self.totals(),
+            "expected": self._expected(),
+            "reasons": [reason.to_json() for reason in self.refused],
+        }
+
+    def _expected(self) -> dict[str, int]:
+        """Return the sites that Kimi K3 has by its published config; other models promise none."""
+        if self.facts.architecture != "KimiK3ForConditionalGeneration":
+            return {}
+        from k3fuse.patterns.models.config import KimiK3Config
+
+        return dict(KimiK3Config().expected_sites(self.modules))
+
     # --- calls --------------------------------------------------------------------------------
 
     def call(

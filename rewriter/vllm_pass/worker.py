@@ -104,7 +104,8 @@ class Watch:
 
     def _finish(self) -> None:
         """Say what happened, keep it, and compare it with the other ranks."""
-        outcome = self.record.outcome(backend.reports())
+        regions = self.regions.for_report() if self.regions is not None else None
+        outcome = self.record.outcome(backend.reports(), regions)
         if self.decision.active and outcome.site_hash is not None:
             self._compare(outcome)
         if rank() == 0:
@@ -112,8 +113,11 @@ class Watch:
             log.warning("%s", outcome.summary(str(path)))
         else:
             self.record.write(outcome)
-        if self.settings.options.strict and not outcome.reached:
+        if self.settings.options.strict and (not outcome.reached or outcome.document["reasons"]):
             raise StrictError(outcome.headline())
+        if self.settings.options.strict and (missing := outcome.missing()):
+            text = ", ".join(f"{n} of {name}" for name, n in missing.items())
+            raise StrictError(f"strict mode: {text} expected and not rewritten")
 
     def _compare(self, outcome: Outcome) -> None:
         if not (torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1):

@@ -1,7 +1,8 @@
 """vLLM 0.33's own Kimi K3 through the regional route, on meta weights and a fake group.
 
-`k3_layers.py WHEEL TP LAYERS [M ...]` prints one JSON line about a whole model of LAYERS layers,
-run for decode steps of M tokens (default 5, 1, 8, 64). A process of its own: the stand-ins stay.
+`k3_layers.py WHEEL TP LAYERS [M ...]` prints one JSON line about a whole model of LAYERS layers, or
+about single layers and the last AttnRes (LAYERS such as 0,1,3,12,92), run for decode steps of M
+tokens (default 5, 1, 8, 64). A process of its own: the stand-ins for CUDA stay.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ def main() -> None:
     """Build, compile, run, count."""
     from k3fuse.patterns.sources.vllm_k3 import environment, layers
 
-    wheel, tp, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    wheel, tp, wanted = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    single = [int(n) for n in wanted.split(",")] if "," in wanted else None
     sizes = [int(m) for m in sys.argv[4:]] or [5, 1, 8, 64]
     warnings.simplefilter("ignore")
     environment.prepare(wheel, tp)
-    with layers.engine(tp, count) as config:
+    with layers.engine(tp, layers.LAYERS if single else int(wanted)) as config:
         layers.init_groups(tp)
-        print("RESULT " + json.dumps(_run(config, tp, sizes)))
+        print("RESULT " + json.dumps(_run(config, tp, sizes, single)))
 
 
-def _run(config: Any, tp: int, sizes: list[int]) -> dict[str, Any]:
+def _run(config: Any, tp: int, sizes: list[int], single: list[int] | None) -> dict[str, Any]:
     from k3fuse.patterns.sources.vllm_k3 import layers
     from k3fuse.rewriter import backend
     from k3fuse_vllm.facts import Facts
@@ -47,16 +49,14 @@ def _run(config: Any, tp: int, sizes: list[int]) -> dict[str, Any]:
     settings = settings.with_groups(group_sizes())
     regions = Regions(facts, settings)
     regions.prepare()
-    built = layers.build_model(config)
+    built = layers.build_layers(config, single) if single else layers.build_model(config)
+    tail = layers.build_tail(config) if single else None
     start = time.perf_counter()
-    regions.compile(built.model)
+    regions.compile(torch.nn.ModuleList(built.layers.values()) if single else built.model)
     graphs = []
     for m in sizes:
-        ids = torch.zeros(m, dtype=torch.int32, device="meta")
-        positions = torch.empty(m, dtype=torch.int64, device="meta")
         with torch.no_grad(), built.decode_context(list(built.layers), m):
-            rows = built.model(ids, positions, None, None)
-        assert tuple(rows.shape) == (m, layers.HIDDEN)
+            _step(built, tail, m)
         graphs.append(len(backend.reports()))
     return {
         "refused": [str(r) for r in regions.refused],
@@ -69,6 +69,31 @@ def _run(config: Any, tp: int, sizes: list[int]) -> dict[str, Any]:
         "near": sorted({m.reason.code.value for r in backend.reports() for m in r.near}),
         "seconds": round(time.perf_counter() - start, 1),
     }
+
+
+def _step(built: Any, tail: Any, m: int) -> None:
+    """One decode step: the whole model, or each layer and the tail on inputs of their own."""
+    from k3fuse.patterns.sources.vllm_k3 import layers
+
+    def rows(*shape: int) -> torch.Tensor:
+        return torch.empty(m, *shape, dtype=torch.bfloat16, device="meta")
+
+    positions = torch.empty(m, dtype=torch.int64, device="meta")
+    if built.model is not None:
+        ids = torch.zeros(m, dtype=torch.int32, device="meta")
+        out = built.model(ids, positions, None, None)
+        assert tuple(out.shape) == (m, layers.HIDDEN)
+        return
+    for index, layer in built.layers.items():
+        out, _, _ = layer(
+            positions=positions,
+            hidden_states=rows(layers.HIDDEN) if index else None,
+            prefix_sum=rows(layers.HIDDEN),
+            residual=rows(layers.BLOCK_SLOTS, layers.HIDDEN),
+        )
+        assert tuple(out.shape) == (m, layers.HIDDEN)
+    tail.state = (rows(layers.HIDDEN), rows(layers.HIDDEN), rows(layers.BLOCK_SLOTS, layers.HIDDEN))
+    tail.forward(None, positions, None, inputs_embeds=rows(layers.HIDDEN))
 
 
 def _codes(reports: list[Any]) -> set[str]:
