@@ -145,7 +145,8 @@ def _inductor(
     """Inductor, with the rewrite between AOTAutograd and lowering.
 
     AOTAutograd's own cache would skip the rewrite on a warm start, and with it the report; it is
-    switched off for this compile. Inductor's graph cache stays on.
+    switched off for this compile. Inductor's graph cache stays on. Where the caller compiles ahead
+    of time (vLLM's mode 2 does), the result must be one that can be saved, and that cache makes it.
     """
     from torch._functorch import config as functorch_config
     from torch._inductor import config as inductor_config
@@ -154,7 +155,8 @@ def _inductor(
     others = inductor_config.joint_custom_pre_pass or []
     others = list(others) if isinstance(others, (list, tuple)) else [others]
     patches = {"joint_custom_pre_pass": [*others, _JointPass(options)]}
-    with functorch_config.patch(enable_autograd_cache=False):
+    ahead_of_time = bool(functorch_config.bundled_autograd_cache)
+    with functorch_config.patch(enable_autograd_cache=ahead_of_time):
         return compile_fx(gm, list(example_inputs), config_patches=patches)  # type: ignore[return-value]
 
 

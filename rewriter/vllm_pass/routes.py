@@ -113,6 +113,15 @@ def objections(facts: Facts, settings: Settings) -> list[Reason]:
     ):
         if on:
             found.append(_reason(f"{name} is not covered", "off", "on", fix))
+    if facts.mode == 2 and settings.options.inner != "inductor":
+        found.append(
+            _reason(
+                "mode 2 saves what it compiled, and only Inductor's code can be saved",
+                "inductor",
+                settings.options.inner,
+                'set "inner" to "inductor", or use mode 1 or 3',
+            )
+        )
     if facts.dcp not in (1, facts.tp):
         found.append(
             _reason(

@@ -1,11 +1,13 @@
 """Offline engine in a process of its own: `offline.py MODEL ENGINE_ARGUMENTS_JSON`.
 
-Prints one JSON line: {"tokens": [[...], ...]}.
+Prints one JSON line: {"tokens": [[...], ...]}. Engine and worker run in this process where
+VLLM_ENABLE_V1_MULTIPROCESSING=0 and TP is 1: the imports are most of a start.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 
@@ -27,6 +29,8 @@ def main() -> None:
         "seed": 0,
         "disable_log_stats": True,
     }
+    if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
+        base["distributed_executor_backend"] = "uni"
     start = time.perf_counter()
     llm = LLM(model=sys.argv[1], **{**base, **arguments})
     seconds = time.perf_counter() - start

@@ -5,6 +5,7 @@ inlines the experts. Each adaptation is chosen by name in K3FUSE_TEST_VLLM, comm
 
 mode3      keep compilation mode 3
 cuda_ops   F.linear, the functional vllm.all_reduce op and the opaque experts op, as on CUDA
+fallback   Inductor calls ATen instead of generating C++: seconds instead of minutes of compiling
 mode1      let the CPU runner compile the model in mode 1, as the GPU runner does
 disagree   rank 1 leaves out one pattern
 unknown    a version of vLLM that nobody knows
@@ -74,6 +75,12 @@ def _cuda_ops() -> None:
     CpuCommunicator.all_reduce = lambda self, rows: in_place(self, rows.clone())
 
 
+def _fallback() -> None:
+    from torch._inductor import config
+
+    config.fallback_by_default = True
+
+
 def _mode1() -> None:
     from vllm.config import CompilationMode
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
@@ -113,6 +120,7 @@ def _unknown() -> None:
 STEPS: dict[str, Callable[[], None]] = {
     "mode3": _mode3,
     "cuda_ops": _cuda_ops,
+    "fallback": _fallback,
     "mode1": _mode1,
     "disagree": _disagree,
     "unknown": _unknown,

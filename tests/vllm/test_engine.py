@@ -1,0 +1,181 @@
+"""The real vLLM engine on the CPU: rewritten and stock give the same tokens, and it says so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from model import LAYERS
+from offline import PROMPTS, TOKENS
+
+EAGER = {"enforce_eager": True}
+REGION = {"region": ["DeepseekV2DecoderLayer"], "target": "reference", "inner": "aot_eager"}
+PASS = {"post_grad_custom_post_pass": "k3fuse_vllm.decode_pass"}
+MODE3: dict[str, Any] = {"mode": 3, "compile_sizes": [], "compile_ranges_endpoints": [64]}
+# One output projection and one attention projection a layer. The experts' tail is Kimi K3's alone.
+LAYER_SITES = {"attention_projection": LAYERS, "output_projection": LAYERS}
+CUDA_LIKE3 = "mode3,cuda_ops,fallback"
+
+
+def asking(compilation: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    """Engine arguments that ask for k3fuse."""
+    given = {"additional_config": {"k3fuse": {"target": "reference", **options}}}
+    return {**given, **({"compilation_config": compilation} if compilation else {})}
+
+
+# --- regional: independent of vLLM's own compile ---------------------------------------------
+
+
+def test_regional_gives_the_same_tokens(engine: Any) -> None:
+    off = engine("eager", EAGER)
+    on = engine("regional", {**EAGER, **asking(**REGION)})
+    assert on.tokens == off.tokens, on.log[-3000:]
+    assert len({t for row in off.tokens for t in row}) > 10  # control: not one constant token
+    assert on.sites == LAYER_SITES
+    assert on.report["route"] == "regional"
+    assert on.report["graphs"] == 2  # a dense and a MoE layer; the MoE layers share one
+    assert f"{2 * LAYERS} sites in 2 graphs" in on.log
+    assert "k3fuse" not in off.log  # installed, not asked for
+
+
+def test_regional_on_two_ranks(engine: Any) -> None:
+    two = {**EAGER, "tensor_parallel_size": 2}
+    off = engine("eager_tp2", two)
+    on = engine("regional_tp2", {**two, **asking(**REGION)})
+    assert on.tokens == off.tokens, on.log[-3000:]
+    assert on.sites == LAYER_SITES
+    assert on.log.count("sites in 2 graphs") == 1  # once a rank set
+
+
+def test_two_ranks_that_disagree_fall_back(engine: Any) -> None:
+    two = {**EAGER, "tensor_parallel_size": 2}
+    on = engine("disagree", {**two, **asking(**REGION)}, adapt="cuda_ops,fallback,disagree")
+    assert on.tokens == engine("eager_tp2", two).tokens
+    assert on.sites == {}
+    assert "RANK_DISAGREES  ranks [1] chose other sites than rank 0" in on.log
+    assert engine("regional_tp2", {**two, **asking(**REGION)}).sites  # control
+
+
+# --- mode 3: a pass in vLLM's own compile ----------------------------------------------------
+
+
+def mode3(**options: Any) -> dict[str, Any]:
+    """Engine arguments of mode 3 with the pass."""
+    return asking({**MODE3, "inductor_passes": PASS}, **options)
+
+
+def test_mode3_gives_the_same_tokens(engine: Any) -> None:
+    off = engine("mode3_off", {"compilation_config": MODE3}, adapt=CUDA_LIKE3)
+    on = engine("mode3", mode3(), adapt=CUDA_LIKE3)
+    assert on.tokens == off.tokens, on.log[-3000:]
+    assert on.sites["output_projection"] == LAYERS
+    assert on.report["route"] == "pass"
+    assert not on.report["from_cache"]
+    assert "k3fuse" not in off.log.replace("k3fuse_cuda_like", "")
+
+
+def test_mode3_from_warm_caches_says_the_same(engine: Any) -> None:
+    cold = engine("mode3", mode3(), adapt=CUDA_LIKE3)
+    warm = engine("mode3_warm", mode3(), adapt=CUDA_LIKE3, caches="mode3")
+    assert warm.report["from_cache"]
+    assert warm.sites == cold.sites
+    assert warm.tokens == cold.tokens
+    assert "(from a warm cache)" in warm.log
+
+
+def test_mode3_with_another_option_misses_the_caches(engine: Any) -> None:
+    cold = engine("mode3", mode3(), adapt=CUDA_LIKE3)
+    other = engine(
+        "mode3_other", mode3(disable=["output_projection"]), adapt=CUDA_LIKE3, caches="mode3"
+    )
+    assert not other.report["from_cache"]
+    assert "output_projection" not in other.sites
+    assert cold.sites["output_projection"] == LAYERS
+    assert other.tokens == cold.tokens
+
+
+def test_mode3_on_two_ranks(engine: Any) -> None:
+    two = {"tensor_parallel_size": 2}
+    off = engine("mode3_off_tp2", {**two, "compilation_config": MODE3}, adapt=CUDA_LIKE3)
+    on = engine("mode3_tp2", {**two, **mode3()}, adapt=CUDA_LIKE3)
+    assert on.tokens == off.tokens, on.log[-3000:]
+    assert on.sites["output_projection"] == LAYERS
+
+
+# --- modes 1 and 2: a backend by name --------------------------------------------------------
+
+
+def test_mode2_by_registered_name(engine: Any) -> None:
+    off = engine("mode2_off", {"compilation_config": {"mode": 2, "backend": "inductor"}})
+    on = engine("mode2", asking({"mode": 2, "backend": "k3fuse"}))
+    assert on.tokens == off.tokens, on.log[-3000:]
+    assert on.sites == LAYER_SITES
+    assert on.report["route"] == "backend"
+
+
+def test_mode1_by_qualified_name(engine: Any) -> None:
+    """vLLM's CPU runner never compiles in mode 1; with the GPU runner's step it does."""
+    named = asking({"mode": 1, "backend": "k3fuse.rewriter.backend.k3fuse"})
+    on = engine("mode1", named, adapt="cuda_ops,fallback,mode1")
+    assert on.sites["output_projection"] >= LAYERS
+    missed = engine("mode1_stock", named)
+    assert missed.tokens is not None
+    assert "COMPILE_NOT_REACHED" in missed.log
+    assert "COMPILE_NOT_REACHED" not in on.log
+
+
+# --- loud ------------------------------------------------------------------------------------
+
+
+def test_enforce_eager_says_that_the_pass_was_not_reached(engine: Any) -> None:
+    asked = {**EAGER, **asking({"inductor_passes": PASS})}
+    on = engine("eager_pass", asked)
+    assert on.tokens == engine("eager", EAGER).tokens
+    assert "not used: COMPILE_NOT_REACHED" in on.log
+    assert "because enforce_eager is set" in on.log
+    strict = engine(
+        "eager_pass_strict", {**EAGER, **asking({"inductor_passes": PASS}, strict=True)}
+    )
+    assert strict.tokens is None
+    assert "StrictError: COMPILE_NOT_REACHED" in strict.log
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "adapt", "text"),
+    [
+        ("unknown_option", asking(tarjet=1), "", "option 'tarjet' does not exist"),
+        (
+            "conflict",
+            asking({"mode": 2, "backend": "k3fuse"}, strict=True, route="regional"),
+            "",
+            "two routes at once",
+        ),
+    ],
+)
+def test_what_cannot_start(
+    engine: Any, name: str, arguments: dict[str, Any], adapt: str, text: str
+) -> None:
+    failed = engine(name, arguments, adapt=adapt)
+    assert failed.code != 0
+    assert failed.tokens is None
+    assert text in failed.log
+
+
+def test_an_unknown_vllm_runs_stock(engine: Any) -> None:
+    on = engine("unknown", {**EAGER, **asking(**REGION)}, adapt="cuda_ops,fallback,unknown")
+    assert on.tokens == engine("eager", EAGER).tokens
+    assert on.sites == {}
+    assert "vLLM 0.99.0 is not known to k3fuse" in on.log
+
+
+# --- server ----------------------------------------------------------------------------------
+
+
+def test_http_server(engine: Any, server: Callable[..., tuple[list[int], str]]) -> None:
+    flags = ["--enforce-eager", "--additional-config", json.dumps({"k3fuse": REGION})]
+    tokens, log = server(flags, PROMPTS[0], TOKENS, "cuda_ops,fallback")
+    assert f"{2 * LAYERS} sites in 2 graphs" in log
+    assert tokens == engine("eager", EAGER).tokens[0]
