@@ -6,10 +6,12 @@ import functools
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from k3fuse.kernels.common.registry import OPS
 from k3fuse.rewriter import backend, options
 from k3fuse.rewriter.backend import StrictError
 from k3fuse.rewriter.pattern import load_patterns
@@ -44,7 +46,7 @@ class Watch:
 
     def __init__(self, worker: Any, config: Any, facts: Facts, settings: Settings) -> None:
         self.worker, self.config, self.facts, self.settings = worker, config, facts, settings
-        self.decision: Decision = decide(facts, settings)
+        self.decision: Decision = with_kernels(decide(facts, settings), settings)
         self.record = Record(config, settings, self.decision, facts)
         self.regions: Any = None
 
@@ -137,6 +139,30 @@ class Watch:
     def _say(self, text: str) -> None:
         if rank() == 0:
             log.warning("k3fuse: %s", text)
+
+
+def with_kernels(decision: Decision, settings: Settings) -> Decision:
+    """Refuse the regional route where no kernel exists for the target.
+
+    A compiled layer without a fused kernel would be slower than vLLM's own decode code.
+    """
+    target = settings.options.target
+    if decision.route is not Route.REGIONAL or settings.options.plan or target is None:
+        return decision
+    if target.is_reference or any(
+        row is not None and row.kernel is not None
+        for info in OPS.values()
+        for row in (info.table.lookup(target.name, 1),)
+    ):
+        return decision
+    reason = Reason(
+        Code.KERNEL_UNAVAILABLE,
+        f"no kernel is built for {target.name}",
+        expected=f"a kernel for {target.name}",
+        actual="none",
+        hint="nothing is lost: the run is stock",
+    )
+    return replace(decision, reasons=(*decision.reasons, reason))
 
 
 def _no_caches() -> None:
