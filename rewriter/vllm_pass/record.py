@@ -148,9 +148,11 @@ class Record:
             document["expected"] = regions["expected"]
         if reports:
             document["report"] = merged(reports).to_json()
-            return Outcome(document)
         kept = self._kept() if self.decision.active else None
-        return Outcome(kept, cached=True) if kept is not None else Outcome(document)
+        # A cache may have held some of the graphs: the start that compiled all of them counts.
+        if kept is not None and kept["graphs"] > len(reports):
+            return Outcome(kept, cached=True)
+        return Outcome(document)
 
     def _kept(self) -> dict[str, Any] | None:
         if self.settings.fresh or self.decision.route is Route.REGIONAL:

@@ -5,7 +5,8 @@ inlines the experts. Each adaptation is chosen by name in K3FUSE_TEST_VLLM, comm
 
 mode3      keep compilation mode 3
 cuda_ops   F.linear, the functional vllm.all_reduce op and the opaque experts op, as on CUDA
-fallback   Inductor calls ATen instead of generating C++: seconds instead of minutes of compiling
+fallback   Inductor calls ATen instead of generating C++ (seconds instead of minutes of compiling)
+           and keeps every rounding of the graph
 mode1      let the CPU runner compile the model in mode 1, as the GPU runner does
 disagree   rank 1 leaves out one pattern
 unknown    a version of vLLM that nobody knows
@@ -79,6 +80,8 @@ def _fallback() -> None:
     from torch._inductor import config
 
     config.fallback_by_default = True
+    # Inductor else drops the roundings between steps that it fuses, and tokens differ from eager's.
+    config.emulate_precision_casts = True
 
 
 def _mode1() -> None:
