@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from functools import lru_cache
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -78,7 +80,7 @@ def rewrite_together(
     if differs:
         if options.strict:
             raise StrictError(str(differs[0]))
-        log.error("k3fuse: %s", differs[0])
+        _say_once(str(differs[0]))
     _REPORTS.append(report)
     report.rank, report.world = rank_and_world()
     if options.dump_dir:
@@ -99,6 +101,13 @@ def rewrite_together(
             + "\n".join(report.reason_lines()[:6])
         )
     return report
+
+
+@lru_cache(maxsize=64)
+def _say_once(line: str) -> None:
+    """One error a rank set, however many graphs it is about."""
+    if _is_first_rank():
+        log.error("k3fuse: %s", line)
 
 
 def _ask_ranks(report: Report) -> Reason | None:

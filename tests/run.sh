@@ -11,7 +11,7 @@ step "ruff"
 "$bin/ruff" check .
 "$bin/ruff" format --check .
 step "mypy"
-"$bin/mypy" -p k3fuse.rewriter -p k3fuse.patterns -p k3fuse.kernels
+"$bin/mypy" -p k3fuse.rewriter -p k3fuse.patterns -p k3fuse.kernels -p k3fuse_vllm
 step "pytest"
 # One thread a process: several processes run side by side, and sums stay in one order.
 export OMP_NUM_THREADS=1
