@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from functools import lru_cache
-from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -106,7 +105,7 @@ def rewrite_together(
 @lru_cache(maxsize=64)
 def _say_once(line: str) -> None:
     """One error a rank set, however many graphs it is about."""
-    if _is_first_rank():
+    if rank_and_world()[0] == 0:
         log.error("k3fuse: %s", line)
 
 
