@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 from k3fuse.kernels.build import compile as compile_module
 from k3fuse.kernels.build import packed
 from k3fuse.kernels.build.cache import key_factors
+from k3fuse.kernels.build.variant import BUILDERS
 from k3fuse.rewriter.cli import main
 from workbench_cases import ARCHS, OP, STORED
 
@@ -55,13 +56,15 @@ def test_the_group_is_found_by_entry_point() -> None:
     assert "kernels" in shown.stdout
     names = [line.split()[0] for line in call("--help").stdout.partition("Commands:")[2].split("\n")
              if line.strip()]  # fmt: skip
-    assert names == ["build", "check", "list", "pack", "show"]
+    assert names == ["bench", "build", "check", "list", "pack", "show"]
 
 
 def test_list_needs_no_dsl(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_module, "dsl_installed", lambda: False)
-    rows = kernels(call("list", "--json", "--cache", cache))
+    rows = kernels(call("list", OP, "--json", "--cache", cache))
     assert [r["variant"].partition("_")[0] for r in rows] == ["m1", "m2", "m4", "m8"]
+    everything = kernels(call("list", "--json", "--cache", cache))
+    assert {r["op"] for r in everything} == set(BUILDERS)
     assert {(r["op"], r["arch"], r["registers"]) for r in rows} == {(OP, "sm_103a", None)}
     assert rows[0]["grid"] == [1792, 1, 1]
     archs = [x for arch in ARCHS for x in ("--arch", arch)]
@@ -206,6 +209,6 @@ def test_build_list_show_and_pack(cache: Path, tmp_path: Path) -> None:
 
 def test_output_goes_to_a_file(cache: Path, tmp_path: Path) -> None:
     file = tmp_path / "list.json"
-    result = call("list", "--json", "--cache", cache, "-o", file)
+    result = call("list", OP, "--json", "--cache", cache, "-o", file)
     assert (result.exit_code, result.stdout) == (OK, "")
     assert len(json.loads(file.read_text())["kernels"]) == 4
