@@ -69,7 +69,7 @@ def test_list_needs_no_dsl(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert rows[0]["grid"] == [1792, 1, 1]
     archs = [x for arch in ARCHS for x in ("--arch", arch)]
     assert len(kernels(call("list", OP, *archs, "--json", "--cache", cache))) == 12
-    text = call("list", "--cache", cache)
+    text = call("list", OP, "--cache", cache)
     assert (text.exit_code, len(text.stdout.splitlines())) == (OK, 5)
     assert not cache.exists()
 
