@@ -9,11 +9,9 @@ from k3fuse.kernels.check.case import GARBAGE, Case, CheckTarget, Mutation, Outp
 from k3fuse.kernels.common.tolerances import tolerance
 from k3fuse.kernels.output_projection.builder import config_of
 from k3fuse.kernels.output_projection.plan import FUSED_TOKENS
+from k3fuse.kernels.output_projection.policy import TABLE, TWO_SHOT
 from k3fuse.kernels.output_projection.problem import BF16, Problem, make, variants
 
-# From this many tokens on the two-shot exchange moves so much less that its second hop pays. Source
-# of the thresholds: upstream's measurements on GB300, docs/kernels/output_projection.md.
-TWO_SHOT_FROM = {8: 33, 16: 17}
 # Partial, all-reduced row and new prefix are rounded before the output is.
 ROUNDINGS = 3
 
@@ -48,7 +46,8 @@ def knobs(problem: Problem) -> dict[str, int]:
 def cases(target: CheckTarget, m: int) -> tuple[Case, ...]:
     """The delta form over 8 blocks: the fused kernel up to 8 tokens, two grids above."""
     fused = m <= FUSED_TOKENS
-    two_shot = not fused and m >= TWO_SHOT_FROM[target.tp]
+    row = TABLE.lookup(target.name, m)
+    two_shot = row is not None and row.kernel == TWO_SHOT
 
     def problem(tokens: int, seed: int) -> Problem:
         size = FUSED_TOKENS if fused else m
