@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -68,6 +69,8 @@ class Watch:
             raise StrictError(str(self.decision.reasons[0]))
         if self.settings.fresh:
             _no_caches()
+        if self.decision.route is Route.BACKEND:
+            _take_inductor_settings(self.config.compilation_config.inductor_compile_config)
         load_patterns()  # registers the fused ops before a cached artifact that names them loads
         if self.facts.passes:
             from k3fuse_vllm.graph_pass import set_engine
@@ -163,6 +166,16 @@ def with_kernels(decision: Decision, settings: Settings) -> Decision:
         hint="nothing is lost: the run is stock",
     )
     return replace(decision, reasons=(*decision.reasons, reason))
+
+
+def _take_inductor_settings(wanted: Mapping[str, Any]) -> None:
+    """Compile as vLLM would: it hands its Inductor settings to the backend "inductor" alone."""
+    from torch._inductor import config as inductor_config
+
+    for name, value in wanted.items():
+        if isinstance(value, (bool, int, float, str)):
+            with contextlib.suppress(AttributeError):
+                setattr(inductor_config, name, value)
 
 
 def _no_caches() -> None:

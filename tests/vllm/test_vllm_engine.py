@@ -109,11 +109,13 @@ def test_mode3_on_two_ranks(engine: Any) -> None:
 
 
 def test_mode2_by_registered_name(engine: Any) -> None:
-    off = engine("mode2_off", {"compilation_config": {"mode": 2, "backend": "inductor"}})
+    off = engine("mode2_off", asking({"mode": 2, "backend": "k3fuse"}, dry_run=True))
     on = engine("mode2", asking({"mode": 2, "backend": "k3fuse"}))
+    # Same compile without the edit: another one orders or rounds other steps differently.
     assert on.tokens == off.tokens, on.log[-3000:]
     assert on.sites == LAYER_SITES
     assert on.report["route"] == "backend"
+    assert "checked: off, options: dry_run=True" in off.log  # control: nothing was edited
 
 
 def test_mode1_by_qualified_name(engine: Any) -> None:
