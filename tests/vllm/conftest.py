@@ -54,7 +54,6 @@ def environment(folder: Path, adapt: str, extra: Mapping[str, str]) -> dict[str,
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
         "VLLM_CACHE_ROOT": str(folder / "vllm"),
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
         "K3FUSE_TEST_VLLM": adapt,
@@ -119,8 +118,10 @@ def engine(base: Path, model: Path) -> Engine:
         with _lock(base / f"{name}.lock"):
             if not kept.exists():
                 report.unlink(missing_ok=True)
-                several = spawn or arguments.get("tensor_parallel_size", 1) > 1
-                extra = {} if several else {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+                two = arguments.get("tensor_parallel_size", 1) > 1
+                extra = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if two else {}
+                if not (two or spawn):
+                    extra["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
                 extra |= dict(env or {})
                 document = _run(folder, model, _reporting(arguments, report), adapt, extra)
                 document["report"] = json.loads(report.read_text()) if report.exists() else None
