@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,12 @@ def buffer_names(call: Call, place: int, launches: int) -> tuple[str, ...]:
 
 
 def execute(
-    calls: Sequence[Call], *, seed: int | None, races: bool
+    calls: Sequence[Call],
+    *,
+    seed: int | None,
+    races: bool,
+    delay: Mapping[tuple[int, int], int],
+    skip: Collection[tuple[int, int]],
 ) -> tuple[SequenceReport, Races]:
     """Run the launches of all ranks; those with PDL start at their predecessor's trigger."""
     launches = [
@@ -48,5 +53,7 @@ def execute(
         )
         for place, call in enumerate(calls)
     ]
-    report = simulate_sequence(launches, ranks=len(calls[0].params), seed=seed, races=races)
+    report = simulate_sequence(
+        launches, ranks=len(calls[0].params), seed=seed, races=races, delay=delay, skip=skip
+    )
     return report, tuple(map(str, report.races)) if races else None

@@ -7,7 +7,7 @@ order. Tensors are updated in place, as on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -72,12 +72,15 @@ def run_sequence(
     seed: int | None = None,
     races: bool = False,
     cache: Cache | None = None,
+    delay: Mapping[tuple[int, int], int] | None = None,
+    skip: Collection[tuple[int, int]] = (),
 ) -> SequenceReport:
     """Run the kernels of one step in stream order, all on the same ranks.
 
     A tensor that several launches name is one buffer. A kernel that was built with PDL starts at
-    its predecessor's trigger; what it reads before its wait is checked. Arguments and errors as
-    for `run`.
+    its predecessor's trigger; what it reads before its wait is checked. delay: (rank, launch) ->
+    rounds to hold it back. skip: (rank, launch) that are not launched at all, as on a rank that
+    died. Other arguments and errors as for `run`.
     """
     if not launches:
         raise ParameterError("launches is empty; give at least one")
@@ -100,7 +103,7 @@ def run_sequence(
             )
         _known("needed", launch.needed, built.plan, built.variant.label)
         calls.append(Call(built, [_ordered(built, i, r) for i, r in enumerate(launch.ranks)]))
-    sim, found = execute(calls, seed=seed, races=races)
+    sim, found = execute(calls, seed=seed, races=races, delay=delay or {}, skip=skip)
     naming, reports = Naming(), []
     for place, (launch, call) in enumerate(zip(launches, calls, strict=True)):
         part = sim.launches[place]

@@ -10,8 +10,8 @@ from exchange import check, consume, consumer_problem, kernel, reduced, same, st
 from k3fuse.kernels.check import run_sequence
 from k3fuse.kernels.common.mailbox import HIDDEN, SENTINEL, ErrorWord
 from k3fuse.kernels.output_projection.builder import config_of
-from k3fuse.kernels.output_projection.config import CONSUMER
-from k3fuse.kernels.output_projection.problem import BF16, Problem, make
+from k3fuse.kernels.output_projection.config import CONSUMER, PRODUCER
+from k3fuse.kernels.output_projection.problem import BF16, Problem, disarmed, mailboxes, make
 from k3fuse.kernels.simulator import DeadlockError
 
 pytest.importorskip("cutlass")
@@ -202,6 +202,24 @@ def test_a_missing_partial_is_an_error_word_with_a_time_out() -> None:
         assert found is not None
         assert found.slot == 5
         assert found.token in (0, 1)
+
+
+def test_a_good_step_after_an_aborted_one() -> None:
+    variants = [kernel(stage, 8, 1, timeout=80) for stage in (PRODUCER, CONSUMER)]
+    layout = config_of(variants[0]).box
+    boxes = mailboxes(layout, 8)
+    aborted = make(config_of(variants[1]), 1, seed=1, boxes=boxes)
+    launches = [aborted.launch(v) for v in variants]
+    run_sequence(launches, cache=store(), skip={(5, 0), (5, 1)})
+    for rank, box in enumerate(boxes):
+        found = ErrorWord.of(int(box[layout.error // 4]))
+        assert found == (None if rank == 5 else ErrorWord(0, 5))
+    assert "words not armed" in disarmed(layout, boxes[5:6])  # what the dead rank was sent
+    for box, fresh in zip(boxes, mailboxes(layout, 8), strict=True):
+        box.copy_(fresh)  # what `Workspace.reset` does
+    good = make(config_of(variants[1]), 1, seed=2, boxes=boxes)
+    run_sequence([good.launch(v) for v in variants], cache=store())
+    check(good)
 
 
 def test_a_missing_owner_is_an_error_word_with_a_time_out() -> None:

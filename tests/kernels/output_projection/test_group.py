@@ -105,6 +105,22 @@ def test_layers_of_changing_batches_on_one_mailbox() -> None:
             assert error < 2**-6
 
 
+def test_a_rank_that_is_late_at_every_kernel_boundary() -> None:
+    variants = [kernel(stage, 8, 1) for stage in (PRODUCER, CONSUMER)]
+    boxes = mailboxes(config_of(variants[0]).box, 8)
+    problems = [make(config_of(variants[1]), 1, seed=layer, boxes=boxes) for layer in range(2)]
+    launches = [problem.launch(v) for problem in problems for v in variants]
+    delay = {(rank, rank): 40 for rank in range(4)}
+    report = run_sequence(launches, cache=store(), delay=delay)
+    for problem in problems:
+        check(problem)
+    ended = {r: report.sim.timeline[r, 3][1] for r in range(8)}
+    started = {r: report.sim.timeline[r, r][0] for r in range(4)}
+    assert all(start >= 40 for start in started.values())
+    # Rank 3 is late at its last kernel alone, when the others have all that they need from it.
+    assert ended[3] > max(ended[r] for r in range(4, 8))
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("tp", [8, 16])
 @pytest.mark.parametrize("m", [1, 2, 3, 4, 5, 7, 8, 15, 16, 31, 32, 63, 64])
