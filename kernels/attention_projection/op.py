@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from k3fuse.kernels.attention_projection import reference
+from k3fuse.kernels.attention_projection.launch import launch, misfit
 from k3fuse.kernels.attention_projection.policy import TABLE
 from k3fuse.kernels.common import check, dispatch
 from k3fuse.kernels.common.dispatch import Spec
@@ -39,6 +40,8 @@ def _run(
         inputs=[x, *weights],
         specs=_specs(x, weights),
         reference=lambda: reference.attention_projection(x, weights),
+        kernel=lambda row: launch(row, target, x, weights),
+        misfit=lambda row: misfit(row, target, x, weights),
     )
 
 

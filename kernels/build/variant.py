@@ -20,6 +20,7 @@ PARAMETER_BYTES = {"pointer": 8, "i32": 4, "u32": 4, "i64": 8, "u64": 8, "tensor
 # op -> "module:attribute" of its Builder; resolved when asked for.
 BUILDERS = {
     "workbench_gemv": "k3fuse.kernels.build.workbench_gemv:BUILDER",
+    "attention_projection": "k3fuse.kernels.attention_projection.builder:BUILDER",
     "attn_res": "k3fuse.kernels.attn_res.builder:BUILDER",
     "output_projection": "k3fuse.kernels.output_projection.builder:BUILDER",
 }

@@ -50,26 +50,32 @@ def run(
     specs: Sequence[Spec],
     reference: Callable[[], list[Tensor]],
     kernel: Callable[[Row], list[Tensor]] | None = None,
+    misfit: Callable[[Row], str] | None = None,
 ) -> list[Tensor]:
     """Outputs of one call, as `specs` says.
 
-    The reference runs where the policy names it, `kernel` where it names one and the tensors are on
-    a GPU. A count outside the policy, a row whose kernel does not exist yet, and tensors on another
-    device run the composition: what the graph held before the rewrite, so never something slower
-    than stock. Raises RuntimeError if there is none, CompositionError if it gives other outputs
-    than the op.
+    The reference runs where the policy names it, `kernel` where it names one, the tensors are on a
+    GPU and `misfit` has nothing against them. A count outside the policy, a row whose kernel does
+    not exist yet, and other tensors run the composition: what the graph held before the rewrite, so
+    never something slower than stock. Raises RuntimeError if there is none, CompositionError if it
+    gives other outputs than the op.
     """
     row = table.lookup(target, m)
     if m == 0:
         return [spec.empty(inputs[0]) for spec in specs]
     if row is not None and row.kernel == REFERENCE:
         return _finish(op, reference(), inputs, specs)
+    against = ""
     if row is not None and row.kernel is not None and kernel is not None and inputs[0].is_cuda:
-        return kernel(row)
+        unfit = misfit(row) if misfit is not None else ""
+        if not unfit:
+            return kernel(row)
+        against = f"does not take the operands: {unfit}"
     if not composition:
         why = f"outside its policy (1..{MAX_M})" if row is None else row.reason
         if row is not None and row.kernel is not None:
-            why = f"its kernel {row.kernel!r} runs on a GPU, the operands are on {inputs[0].device}"
+            against = against or f"runs on a GPU, the operands are on {inputs[0].device}"
+            why = f"its kernel {row.kernel!r} {against}"
         raise RuntimeError(
             f"k3fuse.{op}: M={m} on target {target!r}: {why}, and the op carries no composition to "
             "run instead; build the graph with the composition text of the replaced nodes"

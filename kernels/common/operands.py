@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_ALIGNMENT = 16  # bytes; the kernels move 16 at a time
+ALIGNMENT = 16  # bytes; the kernels move 16 at a time
 _PITCH = 8  # elements of BF16 in 16 bytes
 
 
 def readable(rows: Tensor) -> Tensor:
     """Rows [M, n] of BF16, copied where a row is not a run of aligned 16-byte pieces."""
-    aligned = rows.data_ptr() % _ALIGNMENT == 0 and pitch(rows) % _PITCH == 0
+    aligned = rows.data_ptr() % ALIGNMENT == 0 and pitch(rows) % _PITCH == 0
     if rows.stride(1) == 1 and aligned:
         return rows
     # `contiguous` would return a row at an odd address as it is.

@@ -391,7 +391,7 @@ def test_op_runs_its_composition_outside_the_policy() -> None:
         x, w = _args(m, seed=m)
         (out,) = torch.ops.k3fuse.attention_projection(x, [w], **kwargs)
         assert torch.equal(out, stock(x, w)[0]) == (m > 64)
-    planned = {**kwargs, "target": "gb300:tp8"}  # no kernel yet: stock, at every count
+    planned = {**kwargs, "target": "gb300:tp8"}  # no GPU: stock, at every count
     x, w = _args(8)
     (out,) = torch.ops.k3fuse.attention_projection(x, [w], **planned)
     assert torch.equal(out, stock(x, w)[0])

@@ -91,12 +91,13 @@ def test_inspect_gives_a_table() -> None:
 
 @pytest.mark.parametrize(("plan", "code"), [(True, OK), (False, MISSING)])
 def test_missing_sites_of_a_built_in_model_are_an_exit_code(plan: bool, code: int) -> None:
-    result = call("inspect", "kimi-k3", "--layers", 1, "--json", *(["--plan"] if plan else []))
+    result = call("inspect", "kimi-k3", "--layers", 2, "--json", *(["--plan"] if plan else []))
     assert result.exit_code == code
     d = document(result)
-    assert d["patterns"]["attn_res"]["expected"] == 2
-    assert d["patterns"]["attn_res"]["found"] == 2
-    assert d["patterns"]["attention_projection"]["found"] == (1 if plan else 0)
+    assert d["patterns"]["attn_res"]["expected"] == 3
+    assert d["patterns"]["attn_res"]["found"] == 3
+    assert d["patterns"]["attention_projection"]["found"] == 2
+    assert d["patterns"]["router"]["found"] == (1 if plan else 0)
     if not plan:
         assert {s["reason"] for s in d["sites"]} == {None, "KERNEL_UNAVAILABLE"}
 
@@ -278,7 +279,7 @@ def test_explain(dump: Path, stock: Path) -> None:
     assert call("explain", dump).stdout.strip() == "every site was rewritten"
     assert document(call("explain", dump, "--json"))["sites"] == []
     d = document(call("explain", stock, "--json"))
-    assert [s["pattern"] for s in d["sites"]] == ["attention_projection", "router", "experts"]
+    assert [s["pattern"] for s in d["sites"]] == ["router", "experts"]
     assert {r["code"] for s in d["sites"] for r in s["reasons"]} == {"KERNEL_UNAVAILABLE"}
     assert all(r["hint"] for s in d["sites"] for r in s["reasons"])
     text = call("explain", stock, "--pattern", "router").stdout

@@ -113,6 +113,17 @@ def store16(address: Any, words: Any) -> None:
     asm("st.global.v4.b32 [$0], {$1,$2,$3,$4};", [], address, *words)
 
 
+def store8(address: Any, words: Any) -> None:
+    """Two words."""
+    asm("st.global.v2.b32 [$0], {$1,$2};", [], address, *words)
+
+
+def store2(address: Any, word: Any) -> None:
+    """The lower half of a word."""
+    code = "{ .reg .b16 half; cvt.u16.u32 half, $1; st.global.b16 [$0], half; }"
+    asm(code, [], address, word)
+
+
 def store4(address: Any, word: Any) -> None:
     """One word."""
     asm("st.global.b32 [$0], $1;", [], address, word)
