@@ -41,6 +41,16 @@ def test_every_kernel(arch: str, rows: tuple[int, ...], m: int) -> None:
     fits(arch, rows, m)
 
 
+@pytest.mark.parametrize("m", [8, 64])
+def test_weights_are_asked_for_before_the_predecessor_has_ended(m: int) -> None:
+    variant = kernel(m, KDA[16][0])
+    before, _, behind = compile_variant(variant).ptx.partition("griddepcontrol.wait")
+    config = config_of(variant)
+    assert before.count("ld.global.nc") == 4 * config.ring
+    assert behind.count("ld.global.nc") == 4 * (config.blocks - config.ring)
+    assert "bulk" not in before  # x is the predecessor's
+
+
 @pytest.mark.parametrize("rows", REAL)
 def test_tiles_are_shared_out(rows: tuple[int, ...]) -> None:
     for m in (8, 16, 32, 64):
