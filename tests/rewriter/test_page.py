@@ -188,7 +188,7 @@ def test_the_summary_is_there_without_a_script() -> None:
 def test_colour_is_not_alone() -> None:
     root = refused_tree()
     cells = [e for e in root.iter("a") if "cell" in classes(e)]
-    assert {words(e) for e in cells} == {"R"}
+    assert {words(e) for e in cells} == {"F", "R"}
     heads = [e for e in full_tree().iter("text") if "h" in classes(e)]
     marks = {(e.text or "")[:2] for e in heads}
     assert {"- ", "+ "} <= marks
@@ -216,7 +216,9 @@ def test_every_refused_site_has_its_reason_and_fix() -> None:
     text = words(why)
     report = small(plan=False)
     assert len(report["sites"]) == 5
-    for site in report["sites"]:
+    refused = [s for s in report["sites"] if s["outcome"] == "refused"]
+    assert [s["pattern"] for s in refused] == ["router", "experts"]
+    for site in refused:
         assert site["reasons"][0]["code"] in text
         assert site["reasons"][0]["hint"] in text
     assert "Every site was rewritten" in words(
@@ -269,7 +271,8 @@ def test_texts_are_escaped() -> None:
     evil = "</script><img src=x onerror=alert(1)>\"'&{{ 7*7 }}"
     report = small(plan=False)
     report.update(source=evil, notes=[evil], options={"log": evil})
-    site = report["sites"][0]
+    place = next(i for i, s in enumerate(report["sites"]) if s["reasons"])
+    site = report["sites"][place]
     site.update(form=evil, anchor=evil, frames=[evil], lines=[evil, evil], kernel=evil)
     site["reasons"][0].update(sentence=evil, hint=evil, expected=evil, actual=evil, nodes=[])
     site["guards"][0].update(guard=evil, actual=evil, why=evil)
@@ -283,7 +286,7 @@ def test_texts_are_escaped() -> None:
     assert len(list(root.iter("script"))) == 2
     assert "49" not in words(next(root.iter("h1")))
     index = next(e for e in root.iter("script") if e.get("id") == "index")
-    assert json.loads(index.text or "")[0]["a"] == evil
+    assert json.loads(index.text or "")[place]["a"] == evil
 
 
 def test_a_report_without_graphs_says_so() -> None:
