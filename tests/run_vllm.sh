@@ -23,4 +23,4 @@ step "install k3fuse"
 "$bin/pip" install -q -e . pytest pytest-xdist --config-settings editable_mode=strict
 step "pytest"
 export OMP_NUM_THREADS=1
-"$bin/python" -m pytest -n "${K3FUSE_WORKERS:-2}" tests/vllm "$@"
+"$bin/python" -m pytest -n "${K3FUSE_WORKERS:-2}" tests/vllm_engine "$@"

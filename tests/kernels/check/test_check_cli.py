@@ -154,7 +154,7 @@ def test_attn_res_passes_in_every_form(tmp_path: Path) -> None:
     assert result.exit_code == OK, result.output
     rows = json.loads(result.stdout)["kernels"]
     assert [r["variant"] for r in rows] == [
-        "m1_blocks8_delta_norm", "m1_blocks0_delta_norm", "m1_blocks4",
+        "m1_blocks8_delta_norm_packed", "m1_blocks0_delta_norm_packed", "m1_blocks4_packed",
     ]  # fmt: skip
     for row in rows:
         assert (row["passed"], row["races"], row["spill_bytes"]) == (True, 0, 0)
