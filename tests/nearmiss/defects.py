@@ -34,7 +34,7 @@ def _d(kind: str, families: str, meaning: Meaning, codes: str, /, **knobs: Any) 
     names = tuple(families.split())
     text = ", ".join(f"{k}={getattr(v, '__name__', v)}" for k, v in sorted(knobs.items()))
     allowed = frozenset("" if c == "-" else c for c in codes.split())
-    return Defect(f"{kind}: {text}", kind, names, knobs, meaning, allowed)
+    return Defect(f"{kind} of {families}: {text}", kind, names, knobs, meaning, allowed)
 
 
 _O = "o_add_norm o_attn_res"

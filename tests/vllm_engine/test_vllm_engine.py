@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,11 @@ def asking(compilation: dict[str, Any] | None = None, **options: Any) -> dict[st
     return {**given, **({"compilation_config": compilation} if compilation else {})}
 
 
+def says(log: str) -> bool:
+    """Whether k3fuse itself logged something; paths and the tests' own plugin name it, too."""
+    return re.search(r"(?<![\w/])k3fuse(?![\w/])", log) is not None
+
+
 # --- regional: independent of vLLM's own compile ---------------------------------------------
 
 
@@ -38,7 +44,8 @@ def test_regional_gives_the_same_tokens(engine: Any) -> None:
     assert on.report["route"] == "regional"
     assert on.report["graphs"] == 2  # a dense and a MoE layer; the MoE layers share one
     assert f"{2 * LAYERS} sites in 2 graphs" in on.log
-    assert "k3fuse" not in off.log  # installed, not asked for
+    assert not says(off.log)  # installed, not asked for
+    assert says(on.log)
 
 
 def test_regional_on_two_ranks(engine: Any) -> None:
@@ -74,7 +81,8 @@ def test_mode3_gives_the_same_tokens(engine: Any) -> None:
     assert on.sites["output_projection"] == LAYERS
     assert on.report["route"] == "pass"
     assert not on.report["from_cache"]
-    assert "k3fuse" not in off.log.replace("k3fuse_cuda_like", "")
+    assert not says(off.log)
+    assert says(on.log)
 
 
 def test_mode3_from_warm_caches_says_the_same(engine: Any) -> None:
