@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Mapping
 from functools import lru_cache
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -47,13 +48,9 @@ def own_version() -> str:
 @lru_cache(maxsize=1)
 def source_digest() -> str:
     """Return a digest of k3fuse's own Python files: an edited checkout keeps its version number."""
-    import k3fuse.kernels
-    import k3fuse.patterns
-    import k3fuse.rewriter
-
     digest = hashlib.sha256()
-    for package in (k3fuse.rewriter, k3fuse.patterns, k3fuse.kernels):
-        root = Path(next(iter(package.__path__)))
+    for package in ("k3fuse.rewriter", "k3fuse.patterns", "k3fuse.kernels"):
+        root = Path(next(iter(import_module(package).__path__)))
         for path in sorted(root.rglob("*.py")):
             digest.update(path.relative_to(root).as_posix().encode())
             digest.update(path.read_bytes())
