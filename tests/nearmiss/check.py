@@ -240,6 +240,7 @@ def groups() -> tuple[str, str]:
 _LIBRARIES: list[Any] = []
 
 
+@cache
 def _stock_experts() -> None:
     """moe_forward_shared: deterministic functions of its inputs, rank partials as vLLM's."""
     library: Any = torch.library.Library("vllm", "FRAGMENT")  # type: ignore[no-untyped-call]

@@ -1,20 +1,24 @@
-"""The generator's modules, shared builders and the tolerance table are importable, one thread."""
+"""The generator's modules are importable; its process group goes when its tests are done."""
 
 from __future__ import annotations
 
-import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-import torch
+import pytest
+import torch.distributed as dist
 
-TESTS = Path(__file__).parents[1]
-for folder in (TESTS, TESTS / "rewriter", TESTS / "nearmiss"):
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+if str(Path(__file__).parent) not in sys.path:
+    sys.path.insert(0, str(Path(__file__).parent))
 
-# Options come from the tests alone.
-for name in [n for n in os.environ if n.startswith("K3FUSE_")]:
-    del os.environ[name]
+from check import groups
 
-torch.set_num_threads(1)
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_group_stays() -> Iterator[None]:
+    """Other tests of the same process trace with groups of other sizes."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    groups.cache_clear()
