@@ -22,7 +22,8 @@ from k3fuse.rewriter.report import Report
 from k3fuse.rewriter.target import Target, world_size
 
 _VERSIONS = ("k3fuse", "torch", "sympy", "nvidia-cutlass-dsl", "vllm")
-_FOLDERS = ("rewriter", "patterns", "kernels")
+# Of the sources that decide; an edited checkout keeps its version number.
+FOLDERS = ("rewriter", "patterns", "kernels")
 # How a rewrite is told, not what it does.
 _SILENT = frozenset({"log", "dump_dir", "target"})
 
@@ -41,7 +42,7 @@ def factors(
         "gpu": _capability(),
     }  # fmt: skip
     found |= {f"version.{name}": _version(name) for name in _VERSIONS}
-    found |= {f"source.{folder}": source_digest(folder) for folder in _FOLDERS}
+    found |= {f"source.{folder}": source_digest(folder) for folder in FOLDERS}
     for field in dataclasses.fields(options):
         if field.name not in _SILENT:
             found[f"option.{field.name}"] = _text(getattr(options, field.name))
@@ -75,7 +76,7 @@ def decision(report: Report) -> str:
         sorted((s.name, str(v)) for s, v in site.values.items() if s.name != "M")
         for site in report.sites
     ]
-    sources = [source_digest(folder) for folder in _FOLDERS]
+    sources = [source_digest(folder) for folder in FOLDERS]
     return _digest([report.site_hash(), values, _version("k3fuse"), sources])[:32]
 
 

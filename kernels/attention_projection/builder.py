@@ -27,6 +27,7 @@ from k3fuse.kernels.attention_projection.config import (
 )
 from k3fuse.kernels.attention_projection.plan import plan_of
 from k3fuse.kernels.build.errors import VariantError
+from k3fuse.kernels.build.sizes import merged, need
 from k3fuse.kernels.build.variant import Plan, Variant, check_arch, pairs
 from k3fuse.kernels.common.geometry import HIDDEN
 from k3fuse.kernels.common.policy import MAX_M, TP_SIZES
@@ -54,25 +55,32 @@ class AttentionProjection:
             raise VariantError(
                 f"attention_projection has no config {min(config)!r}; it has none at all"
             )
-        unknown = sorted(set(shape) - set(SHAPE))
-        if unknown:
-            raise VariantError(
-                f"attention_projection has no shape {unknown[0]!r}; it has {', '.join(SHAPE)}"
-            )
-        sizes = {**SHAPE, **shape}
+        sizes = merged(self.op, "shape", SHAPE, shape)
         if not any(sizes[f"n{i}"] for i in range(MAX_WEIGHTS)):
             sizes |= rows_shape(ROWS)
-        _need(1 <= sizes["m"] <= MAX_M, "m", sizes["m"], f"1 to {MAX_M}")
+        need(self.op, 1 <= sizes["m"] <= MAX_M, "m", sizes["m"], f"1 to {MAX_M}")
         k = sizes["k"]
-        _need(k % K_STEP == 0 and 0 < k <= HIDDEN, "k", k, f"a multiple of {K_STEP} up to {HIDDEN}")
+        need(
+            self.op,
+            k % K_STEP == 0 and 0 < k <= HIDDEN,
+            "k",
+            k,
+            f"a multiple of {K_STEP} up to {HIDDEN}",
+        )
         given = [sizes[f"n{i}"] for i in range(MAX_WEIGHTS)]
         count = given.index(0) if 0 in given else MAX_WEIGHTS
         for i, rows in enumerate(given):
-            _need(rows > 0 if i < count else rows == 0, f"n{i}", rows, "rows, 0 behind the last")
+            need(
+                self.op,
+                rows > 0 if i < count else rows == 0,
+                f"n{i}",
+                rows,
+                "rows, 0 behind the last",
+            )
         made = _config(sizes)
         fits = made.slots <= MAX_SLOTS and made.shared <= SHARED_LIMIT
         room = f"fewer rows: {MAX_SLOTS * CLUSTERS} tiles of 32 fit, fewer for many tokens"
-        _need(fits, "rows", sum(made.rows), room)
+        need(self.op, fits, "rows", sum(made.rows), room)
         return Variant(self.op, made.name, arch, pairs(sizes), ())
 
     def variants(self, arch: str) -> tuple[Variant, ...]:
@@ -118,13 +126,6 @@ def config_of(variant: Variant) -> Config:
 def _config(sizes: Mapping[str, int]) -> Config:
     rows = tuple(sizes[f"n{i}"] for i in range(MAX_WEIGHTS) if sizes[f"n{i}"])
     return Config(sizes["m"], sizes["k"], rows)
-
-
-def _need(holds: bool, name: str, value: int, fits: str) -> None:
-    if not holds:
-        raise VariantError(
-            f"attention_projection: {name}={value} is outside the kernel; use {fits}"
-        )
 
 
 BUILDER = AttentionProjection()

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from k3fuse.kernels.attn_res.config import Config
-from k3fuse.kernels.build.errors import VariantError
+from k3fuse.kernels.build.sizes import merged, need
 from k3fuse.kernels.build.variant import Parameter, Plan, Variant, check_arch, pairs
 from k3fuse.kernels.common.geometry import CLUSTER, CONSUMER_THREADS, residual_bytes
 from k3fuse.kernels.common.mailbox import MAX_M
@@ -42,14 +42,21 @@ class AttnRes:
         Raises VariantError naming the value and what would fit.
         """
         check_arch(arch)
-        sizes, tuning = _merged("shape", SHAPE, shape), _merged("config", CONFIG, config)
-        _need(1 <= sizes["m"] <= MAX_M, "m", sizes["m"], f"1 to {MAX_M}")
-        _need(0 <= sizes["blocks"] <= MAX_BLOCKS, "blocks", sizes["blocks"], f"0 to {MAX_BLOCKS}")
+        sizes = merged(self.op, "shape", SHAPE, shape)
+        tuning = merged(self.op, "config", CONFIG, config)
+        need(self.op, 1 <= sizes["m"] <= MAX_M, "m", sizes["m"], f"1 to {MAX_M}")
+        need(
+            self.op,
+            0 <= sizes["blocks"] <= MAX_BLOCKS,
+            "blocks",
+            sizes["blocks"],
+            f"0 to {MAX_BLOCKS}",
+        )
         if "packed" not in config:
             tuning["packed"] = int(arch not in SCALAR)
-        _need(not (tuning["packed"] and arch in SCALAR), "packed", 1, f"0 on {arch}")
+        need(self.op, not (tuning["packed"] and arch in SCALAR), "packed", 1, f"0 on {arch}")
         for name in CONFIG:
-            _need(tuning[name] in (0, 1), name, tuning[name], "0 or 1")
+            need(self.op, tuning[name] in (0, 1), name, tuning[name], "0 or 1")
         name = _config(sizes, tuning).name
         return Variant(self.op, name, arch, pairs(sizes), pairs(tuning))
 
@@ -88,18 +95,6 @@ def config_of(variant: Variant) -> Config:
 
 def _config(sizes: Mapping[str, int], tuning: Mapping[str, int]) -> Config:
     return Config(sizes["m"], sizes["blocks"], *(bool(tuning[name]) for name in CONFIG))
-
-
-def _merged(what: str, defaults: Mapping[str, int], given: Mapping[str, int]) -> dict[str, int]:
-    unknown = sorted(set(given) - set(defaults))
-    if unknown:
-        raise VariantError(f"attn_res has no {what} {unknown[0]!r}; it has {', '.join(defaults)}")
-    return {**defaults, **given}
-
-
-def _need(holds: bool, name: str, value: int, fits: str) -> None:
-    if not holds:
-        raise VariantError(f"attn_res: {name}={value} is outside the kernel; use {fits}")
 
 
 BUILDER = AttnRes()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from functools import partial
 
 import torch
@@ -13,6 +12,7 @@ from k3fuse.kernels.build.variant import Variant
 from k3fuse.kernels.check import Case, CheckTarget, Launch, Output, Step
 from k3fuse.kernels.check.run import Value
 from k3fuse.kernels.common.geometry import HIDDEN
+from k3fuse.kernels.common.operands import float_bits
 from k3fuse.kernels.common.tolerances import tolerance
 from k3fuse.kernels.simulator import Fresh
 
@@ -55,7 +55,7 @@ def step(variant: Variant, seed: int) -> Step:
         prefix, delta, blocks, config.blocks, score_norm, score_proj, out_norm, EPS, EPS,
         config.round_mix,
     )  # fmt: skip
-    bits = struct.unpack("<i", struct.pack("<f", EPS))[0]
+    bits = float_bits(EPS)
     values: dict[str, Value] = {
         "prefix": prefix, "delta": 0 if delta is None else delta, "score_norm": score_norm,
         "score_proj": score_proj, "out_norm": 0 if out_norm is None else out_norm,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from k3fuse.kernels.build.errors import VariantError
+from k3fuse.kernels.build.sizes import merged, need
 from k3fuse.kernels.build.variant import Parameter, Plan, Variant, check_arch, pairs
 
 VECTOR = 8  # BF16 elements in one 16-byte load
@@ -34,18 +34,19 @@ class WorkbenchGemv:
         Raises VariantError naming the size and what would fit.
         """
         check_arch(arch)
-        sizes, tuning = self._merged("shape", SHAPE, shape), self._merged("config", CONFIG, config)
+        sizes = merged(self.op, "shape", SHAPE, shape)
+        tuning = merged(self.op, "config", CONFIG, config)
         m, n, k = sizes["m"], sizes["n"], sizes["k"]
         rows, warps, pdl = tuning["rows"], tuning["warps"], tuning["pdl"]
-        self._need(1 <= m <= MAX_M, "m", m, f"1 to {MAX_M}")
-        self._need(1 <= rows <= 16, "rows", rows, "1 to 16")
-        self._need(1 <= warps <= 16, "warps", warps, "1 to 16")
-        self._need(pdl in (0, 1), "pdl", pdl, "0 or 1")
-        self._need(n >= rows and n % rows == 0, "n", n, f"a positive multiple of rows={rows}")
-        self._need(k >= VECTOR and k % VECTOR == 0, "k", k, f"a positive multiple of {VECTOR}")
+        need(self.op, 1 <= m <= MAX_M, "m", m, f"1 to {MAX_M}")
+        need(self.op, 1 <= rows <= 16, "rows", rows, "1 to 16")
+        need(self.op, 1 <= warps <= 16, "warps", warps, "1 to 16")
+        need(self.op, pdl in (0, 1), "pdl", pdl, "0 or 1")
+        need(self.op, n >= rows and n % rows == 0, "n", n, f"a positive multiple of rows={rows}")
+        need(self.op, k >= VECTOR and k % VECTOR == 0, "k", k, f"a positive multiple of {VECTOR}")
         # 32-bit element offsets into W.
-        self._need(n * k < 2**31, "n*k", n * k, "below 2**31")
-        self._need(rows * m <= 32 * warps, "rows*m", rows * m, f"at most 32*warps={32 * warps}")
+        need(self.op, n * k < 2**31, "n*k", n * k, "below 2**31")
+        need(self.op, rows * m <= 32 * warps, "rows*m", rows * m, f"at most 32*warps={32 * warps}")
         name = f"m{m}_n{n}_k{k}_r{rows}_w{warps}" + ("_pdl" if pdl else "")
         return Variant(self.op, name, arch, pairs(sizes), pairs(tuning))
 
@@ -74,20 +75,6 @@ class WorkbenchGemv:
             m, n, k, variant.tuning("rows"), variant.tuning("warps"), bool(variant.tuning("pdl"))
         )
         return kernel, gemv_device.arguments(m, n, k)
-
-    def _merged(
-        self, what: str, defaults: Mapping[str, int], given: Mapping[str, int]
-    ) -> dict[str, int]:
-        unknown = sorted(set(given) - set(defaults))
-        if unknown:
-            raise VariantError(
-                f"{self.op} has no {what} {unknown[0]!r}; it has {', '.join(defaults)}"
-            )
-        return {**defaults, **given}
-
-    def _need(self, holds: bool, name: str, value: int, fits: str) -> None:
-        if not holds:
-            raise VariantError(f"{self.op}: {name}={value} is outside the kernel; use {fits}")
 
 
 BUILDER = WorkbenchGemv()

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from k3fuse.kernels.build.errors import VariantError
+from k3fuse.kernels.build.sizes import merged, need
 from k3fuse.kernels.build.variant import Plan, Variant, check_arch, pairs
 from k3fuse.kernels.common.geometry import REGISTER_K
 from k3fuse.kernels.common.mailbox import MAX_M
@@ -53,28 +53,41 @@ class OutputProjection:
         Raises VariantError naming the value and what would fit.
         """
         check_arch(arch)
-        sizes, tuning = _merged("shape", SHAPE, shape), _merged("config", CONFIG, config)
+        sizes = merged(self.op, "shape", SHAPE, shape)
+        tuning = merged(self.op, "config", CONFIG, config)
         if "packed" not in config:
             tuning["packed"] = int(arch not in SCALAR)
-        _need(not (tuning["packed"] and arch in SCALAR), "packed", 1, f"0 on {arch}")
+        need(self.op, not (tuning["packed"] and arch in SCALAR), "packed", 1, f"0 on {arch}")
         stage = tuning["stage"]
-        _need(stage in (FUSED, PRODUCER, CONSUMER), "stage", stage, "0, 1 or 2")
-        _need(sizes["tp"] in RANKS, "tp", sizes["tp"], "8 or 16")
+        need(self.op, stage in (FUSED, PRODUCER, CONSUMER), "stage", stage, "0, 1 or 2")
+        need(self.op, sizes["tp"] in RANKS, "tp", sizes["tp"], "8 or 16")
         sizes["k"] = sizes["k"] or 16 * REGISTER_K // sizes["tp"]
-        _need(sizes["k"] in (REGISTER_K, 2 * REGISTER_K), "k", sizes["k"], "768 or 1536")
+        need(self.op, sizes["k"] in (REGISTER_K, 2 * REGISTER_K), "k", sizes["k"], "768 or 1536")
         most = FUSED_TOKENS if stage == FUSED else MAX_M
-        _need(1 <= sizes["m"] <= most, "m", sizes["m"], f"1 to {most}")
+        need(self.op, 1 <= sizes["m"] <= most, "m", sizes["m"], f"1 to {most}")
         for name in FLAGS:
-            _need(tuning[name] in (0, 1), name, tuning[name], "0 or 1")
+            need(self.op, tuning[name] in (0, 1), name, tuning[name], "0 or 1")
         blocks = tuning["blocks"]
-        _need(-1 <= blocks <= MAX_BLOCKS, "blocks", blocks, f"-1 to {MAX_BLOCKS}")
+        need(self.op, -1 <= blocks <= MAX_BLOCKS, "blocks", blocks, f"-1 to {MAX_BLOCKS}")
         fits = blocks >= 0 or (tuning["prefix"] and tuning["norm"])
-        _need(bool(fits), "blocks", blocks, "prefix=1 and norm=1 with blocks=-1 (add + RMSNorm)")
+        need(
+            self.op,
+            bool(fits),
+            "blocks",
+            blocks,
+            "prefix=1 and norm=1 with blocks=-1 (add + RMSNorm)",
+        )
         fits = blocks < 0 or not tuning["round_before"]
-        _need(bool(fits), "round_before", 1, "it with blocks=-1 (add + RMSNorm)")
-        _need(not (stage == FUSED and tuning["two_shot"]), "two_shot", 1, "it with stage 1 and 2")
-        _need(sizes["m"] <= tuning["max_m"] <= MAX_M, "max_m", tuning["max_m"], "m to 64")
-        _need(tuning["timeout"] >= 0, "timeout", tuning["timeout"], "0 or more")
+        need(self.op, bool(fits), "round_before", 1, "it with blocks=-1 (add + RMSNorm)")
+        need(
+            self.op,
+            not (stage == FUSED and tuning["two_shot"]),
+            "two_shot",
+            1,
+            "it with stage 1 and 2",
+        )
+        need(self.op, sizes["m"] <= tuning["max_m"] <= MAX_M, "max_m", tuning["max_m"], "m to 64")
+        need(self.op, tuning["timeout"] >= 0, "timeout", tuning["timeout"], "0 or more")
         made = _config(sizes, tuning)
         return Variant(self.op, made.name, arch, pairs(sizes), pairs(tuning))
 
@@ -113,20 +126,6 @@ def _config(sizes: Mapping[str, int], tuning: Mapping[str, int]) -> Config:
     values: dict[str, Any] = {name: bool(tuning[name]) for name in FLAGS}
     values |= {name: tuning[name] for name in ("stage", "blocks", "max_m", "timeout")}
     return Config(m=sizes["m"], tp=sizes["tp"], k=sizes["k"], **values)
-
-
-def _merged(what: str, defaults: Mapping[str, int], given: Mapping[str, int]) -> dict[str, int]:
-    unknown = sorted(set(given) - set(defaults))
-    if unknown:
-        raise VariantError(
-            f"output_projection has no {what} {unknown[0]!r}; it has {', '.join(defaults)}"
-        )
-    return {**defaults, **given}
-
-
-def _need(holds: bool, name: str, value: int, fits: str) -> None:
-    if not holds:
-        raise VariantError(f"output_projection: {name}={value} is outside the kernel; use {fits}")
 
 
 BUILDER = OutputProjection()

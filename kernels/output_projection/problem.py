@@ -6,7 +6,6 @@ and what the reference says.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -19,6 +18,7 @@ from k3fuse.kernels.check.run import Launch, Value
 from k3fuse.kernels.common.collective import ordered_sum
 from k3fuse.kernels.common.mailbox import HIDDEN, PARITIES, SENTINEL, Mailbox
 from k3fuse.kernels.common.numerics import rms_norm
+from k3fuse.kernels.common.operands import float_bits
 from k3fuse.kernels.output_projection.builder import BUILDER, config_of
 from k3fuse.kernels.output_projection.config import CONSUMER, FUSED, PRODUCER, Config
 from k3fuse.kernels.simulator import Fresh, Multicast, Owned
@@ -26,12 +26,6 @@ from k3fuse.kernels.simulator import Fresh, Multicast, Owned
 BF16 = torch.bfloat16
 EPS = OUT_EPS = 1e-5  # rms_norm_eps of Kimi K3
 ARMED = SENTINEL - (1 << 32)  # as a signed word
-
-
-def bits(value: float) -> int:
-    """The bits of a float32, as the kernels take eps."""
-    found: int = struct.unpack("<i", struct.pack("<f", value))[0]
-    return found
 
 
 def mailboxes(layout: Mailbox, ranks: int) -> list[Tensor]:
@@ -120,7 +114,7 @@ class Problem:
             "out": Fresh(self.out[rank]), "new_prefix": Fresh(self.new_prefix[rank]),
             "mailbox": self.boxes[rank], "multicast": Multicast(tuple(self.boxes)),
             "m": self.m, "rank": rank, "x_pitch": self.pitch or k, "prefix_pitch": HIDDEN,
-            "block_pitch": HIDDEN, "eps": bits(EPS), "out_eps": bits(OUT_EPS),
+            "block_pitch": HIDDEN, "eps": float_bits(EPS), "out_eps": float_bits(OUT_EPS),
         }  # fmt: skip
         if self.x:
             found |= {"x": self.x[rank], "weight": self.weight[rank]}

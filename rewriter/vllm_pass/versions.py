@@ -6,13 +6,12 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from functools import lru_cache
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
+
+from k3fuse.rewriter.key import FOLDERS, source_digest
 
 # Read and run against these; hooks, op names and compile ranges of other series are unknown.
 SERIES = ("0.32", "0.33")
@@ -45,18 +44,6 @@ def own_version() -> str:
         return "0"
 
 
-@lru_cache(maxsize=1)
-def source_digest() -> str:
-    """Return a digest of k3fuse's own Python files: an edited checkout keeps its version number."""
-    digest = hashlib.sha256()
-    for package in ("k3fuse.rewriter", "k3fuse.patterns", "k3fuse.kernels"):
-        root = Path(next(iter(import_module(package).__path__)))
-        for path in sorted(root.rglob("*.py")):
-            digest.update(path.relative_to(root).as_posix().encode())
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
 def decision_digest(options: Mapping[str, Any], target: str) -> str:
     """Return a digest of every factor of a decision but the graph: versions, sources, options.
 
@@ -64,7 +51,7 @@ def decision_digest(options: Mapping[str, Any], target: str) -> str:
     """
     factors = {
         "k3fuse": own_version(),
-        "sources": source_digest(),
+        "sources": [source_digest(folder) for folder in FOLDERS],
         "torch": torch.__version__,
         "vllm": vllm_version(),
         "options": dict(options),
