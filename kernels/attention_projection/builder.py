@@ -17,18 +17,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from k3fuse.kernels.attention_projection.config import (
-    BLOCK,
     CLUSTER,
     CLUSTERS,
-    MAX_SLOTS,
     MAX_WEIGHTS,
-    SHARED_LIMIT,
     Config,
 )
 from k3fuse.kernels.attention_projection.plan import plan_of
 from k3fuse.kernels.build.errors import VariantError
 from k3fuse.kernels.build.sizes import merged, need
 from k3fuse.kernels.build.variant import Plan, Variant, check_arch, pairs
+from k3fuse.kernels.common.gemm import BLOCK, MAX_OWNED
 from k3fuse.kernels.common.geometry import HIDDEN
 from k3fuse.kernels.common.policy import MAX_M, TP_SIZES
 
@@ -78,9 +76,8 @@ class AttentionProjection:
                 "rows, 0 behind the last",
             )
         made = _config(sizes)
-        fits = made.slots <= MAX_SLOTS and made.shared <= SHARED_LIMIT
-        room = f"fewer rows: {MAX_SLOTS * CLUSTERS} tiles of 32 fit, fewer for many tokens"
-        need(self.op, fits, "rows", sum(made.rows), room)
+        room = f"fewer rows: {MAX_OWNED * CLUSTERS} tiles of 32 fit, fewer for many tokens"
+        need(self.op, made.geometry.fits, "rows", sum(made.rows), room)
         return Variant(self.op, made.name, arch, pairs(sizes), ())
 
     def variants(self, arch: str) -> tuple[Variant, ...]:

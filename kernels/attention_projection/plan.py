@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from k3fuse.kernels.attention_projection.config import CLUSTER, Config
+from k3fuse.kernels.attention_projection.config import Config
 from k3fuse.kernels.build.variant import Parameter, Plan
 
 
 def plan_of(config: Config) -> Plan:
     """Up to 16 clusters of 8 CTAs, a warp for each of a cluster's tiles."""
+    geometry = config.geometry
     return Plan(
-        grid=(CLUSTER * config.clusters, 1, 1),
-        block=(32 * config.warps, 1, 1),
-        cluster=(CLUSTER, 1, 1),
-        dynamic_smem=config.shared,
+        grid=(geometry.ctas, 1, 1),
+        block=(32 * geometry.warps, 1, 1),
+        cluster=(geometry.cluster, 1, 1),
+        dynamic_smem=geometry.shared,
         parameters=(
             *(Parameter(name, "pointer") for name in config.addresses),
             *(Parameter(name, "i32") for name in config.sizes),

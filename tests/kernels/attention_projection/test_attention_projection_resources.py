@@ -6,10 +6,10 @@ import pytest
 from attention_runs import kernel
 
 from k3fuse.kernels.attention_projection.builder import BUILDER, KDA, MLA, config_of, rows_shape
-from k3fuse.kernels.attention_projection.config import SHARED_LIMIT
 from k3fuse.kernels.build.compile import compile_variant
 from k3fuse.kernels.build.errors import VariantError
 from k3fuse.kernels.build.resources import occupancy
+from k3fuse.kernels.common.gemm import SHARED_LIMIT
 
 pytest.importorskip("cutlass")
 
@@ -45,22 +45,22 @@ def test_every_kernel(arch: str, rows: tuple[int, ...], m: int) -> None:
 def test_weights_are_asked_for_before_the_predecessor_has_ended(m: int) -> None:
     variant = kernel(m, KDA[16][0])
     before, _, behind = compile_variant(variant).ptx.partition("griddepcontrol.wait")
-    config = config_of(variant)
-    assert before.count("ld.global.nc") == 4 * config.ring
-    assert behind.count("ld.global.nc") == 4 * (config.blocks - config.ring)
+    grid = config_of(variant).geometry
+    assert before.count("ld.global.nc") == 4 * grid.ring
+    assert behind.count("ld.global.nc") == 4 * (grid.blocks - grid.ring)
     assert "bulk" not in before  # x is the predecessor's
 
 
 @pytest.mark.parametrize("rows", REAL)
 def test_tiles_are_shared_out(rows: tuple[int, ...]) -> None:
     for m in (8, 16, 32, 64):
-        config = config_of(kernel(m, rows))
+        grid = config_of(kernel(m, rows)).geometry
         plan = BUILDER.plan(kernel(m, rows))
         assert plan.ctas == 128
-        assert config.shared <= SHARED_LIMIT
-        assert config.passes * config.warps >= config.slots
-        assert (config.slots - 1) * config.clusters < config.tiles
-        assert config.ring >= 8
+        assert grid.shared <= SHARED_LIMIT
+        assert grid.passes * grid.warps >= grid.slots
+        assert (grid.slots - 1) * grid.clusters < grid.tiles
+        assert grid.ring >= 8
 
 
 @pytest.mark.parametrize(
