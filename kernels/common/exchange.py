@@ -1,8 +1,9 @@
 """The mailboxes of a process group in symmetric memory: allocated once, kept, checked.
 
 `workspace` gives every rank of a group the same thing: its own mailbox (laid out by
-`kernels/common/mailbox.py`), the addresses of all mailboxes of the group in rank order, and the
-multicast address where the fabric has one. It is a collective call, so all ranks of the group must
+`kernels/common/mailbox.py`, or by another `Layout`: one area a purpose), the addresses of all such
+mailboxes of the group in rank order, and the multicast address where the fabric has one. It is a
+collective call, so all ranks of the group must
 make it, and it allocates and waits, so it must come before a CUDA graph is captured: one step run
 without a graph is enough, and what was captured stays valid for every later token count.
 """
@@ -88,6 +89,29 @@ class TorchSymmetricMemory:
         return bool(torch.cuda.is_current_stream_capturing())
 
 
+class Layout(Protocol):
+    """How a mailbox is laid out, in bytes: slots that are armed, then counters, then the error.
+
+    Frozen, and equal where everything is.
+    """
+
+    @property
+    def tp(self) -> int:
+        """Ranks of the group."""
+
+    @property
+    def data(self) -> int:
+        """Bytes from the start that hold the sentinel between two calls."""
+
+    @property
+    def error(self) -> int:
+        """Offset of the sticky error word."""
+
+    @property
+    def total(self) -> int:
+        """Bytes of everything."""
+
+
 @dataclass(frozen=True)
 class Workspace:
     """One rank's side of a group's mailboxes.
@@ -97,7 +121,7 @@ class Workspace:
 
     group: str
     rank: int
-    mailbox: Mailbox
+    mailbox: Layout
     memory: Tensor = field(repr=False)
     mapped: Mapped = field(repr=False)
     provider: SymmetricMemory = field(repr=False)
@@ -147,7 +171,7 @@ class Workspace:
         self.provider.meet(group)
 
 
-_MADE: dict[tuple[str, int, int], Workspace] = {}
+_MADE: dict[tuple[str, int, object], Workspace] = {}
 _LOCK = threading.Lock()
 _TORCH = TorchSymmetricMemory()
 
@@ -157,22 +181,24 @@ def workspace(
     tp: int,
     *,
     hidden: int = HIDDEN,
+    layout: Layout | None = None,
     provider: SymmetricMemory | None = None,
     device: Callable[[], int] | None = None,
 ) -> Workspace:
     """The mailboxes of `group`, made at the first call of this process and then always the same.
 
     group: a process group name; it need not be the world. tp: ranks that the kernels were compiled
-    for. hidden: elements of a row. Collective at the first call. Raises ExchangeError for a group
-    of another size, inside a graph capture, and where the memory cannot be shared.
+    for. layout: of mailboxes of their own; by default the all-reduce's, `Mailbox` of `hidden`
+    elements a row. Collective at the first call with a layout. Raises ExchangeError for a group of
+    another size, inside a graph capture, and where the memory cannot be shared.
     """
     memory = provider or _TORCH
     index = (device or torch.cuda.current_device)()
-    key = group, index, hidden
+    key = group, index, layout or hidden
     with _LOCK:
         found = _MADE.get(key)
         if found is None:
-            found = _MADE[key] = _make(group, tp, hidden, memory)
+            found = _MADE[key] = _make(group, tp, layout or Mailbox(tp, hidden), memory)
         if found.mailbox.tp != tp:
             raise ExchangeError(_other_size(group, found.mailbox.tp, tp))
         return found
@@ -185,7 +211,7 @@ def forget(group: str) -> None:
             del _MADE[key]
 
 
-def _make(group: str, tp: int, hidden: int, memory: SymmetricMemory) -> Workspace:
+def _make(group: str, tp: int, box: Layout, memory: SymmetricMemory) -> Workspace:
     if memory.capturing():
         raise ExchangeError(
             f"the mailboxes of group {group!r} do not exist yet and cannot be made while a CUDA "
@@ -195,7 +221,6 @@ def _make(group: str, tp: int, hidden: int, memory: SymmetricMemory) -> Workspac
     world, rank = dist.get_world_size(members), dist.get_rank(members)
     if world != tp:
         raise ExchangeError(_other_size(group, world, tp))
-    box = Mailbox(tp, hidden)
     try:
         own = memory.allocate(box.total)
         mapped = memory.rendezvous(own, members)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from k3fuse.kernels.common import exchange
 from k3fuse.kernels.common.exchange import ExchangeError, Mapped, Workspace, workspace
 from k3fuse.kernels.common.mailbox import SENTINEL, ErrorWord
+from k3fuse.kernels.router.layout import FrontMailbox
 
 HIDDEN = 256
 TIMEOUT = datetime.timedelta(seconds=60)
@@ -145,6 +146,13 @@ def _errors(rank: int, world: int) -> list[str]:
         lines.append(str(caught.value))
     space.reset()
     space.check()
+    rows = FrontMailbox(2, experts=16, latent=32)
+    apart = workspace("0", 2, layout=rows, provider=HostMemory(), device=lambda: 0)
+    equal = FrontMailbox(2, experts=16, latent=32)
+    assert workspace("0", 2, layout=equal, provider=HostMemory(), device=lambda: 0) is apart
+    assert apart is not space
+    assert apart.armed()
+    assert apart.memory.nbytes == rows.total
     exchange.forget("0")
     other = workspace("0", 2, hidden=HIDDEN, provider=HostMemory(multicast=64), device=lambda: 0)
     assert other is not space
