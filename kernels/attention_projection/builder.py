@@ -96,9 +96,10 @@ class AttentionProjection:
     def trace(self, variant: Variant) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Return the kernel and stand-ins for its parameters; imports the DSL."""
         from k3fuse.kernels.attention_projection import device
+        from k3fuse.kernels.common.device.abi import arguments
 
         config = config_of(variant)
-        return device.Gemm(config), device.arguments(config)
+        return device.Gemm(config), arguments(config.addresses, config.sizes)
 
 
 # Rows of Kimi K3's weights by group size, merged and apart. The merged KDA weight is padded to a

@@ -12,21 +12,11 @@ import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Int32, Int64
-from cutlass.cute.runtime import make_fake_stream
 
 from k3fuse.kernels.attention_projection.config import Config
 from k3fuse.kernels.common.device import gemm, ptx
 from k3fuse.kernels.common.device.stream import bytes_of
 from k3fuse.kernels.common.gemm import ELEMENT, OWNED
-
-
-def arguments(config: Config) -> tuple[Any, ...]:
-    """Stand-ins for the parameters and a stream."""
-    return (
-        tuple(Int64(0) for _ in config.addresses),
-        tuple(Int32(0) for _ in config.sizes),
-        make_fake_stream(),
-    )
 
 
 class Gemm(gemm.Gemm):

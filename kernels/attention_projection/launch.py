@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from k3fuse.kernels.attention_projection.builder import BUILDER, config_of, rows_shape
+from k3fuse.kernels.attention_projection.builder import BUILDER, rows_shape
 from k3fuse.kernels.attention_projection.config import MAX_WEIGHTS
 from k3fuse.kernels.build.errors import VariantError
-from k3fuse.kernels.build.variant import Variant
+from k3fuse.kernels.build.variant import Variant, parameter_names
 from k3fuse.kernels.common.operands import ALIGNMENT, address, pitch, readable
 from k3fuse.kernels.common.policy import Row, chip_of
 from k3fuse.kernels.common.runtime import RUNTIME, Runtime
 
 
-def variant(row: Row, target: str, k: int, rows: Sequence[int]) -> Variant:
+@lru_cache(maxsize=256)
+def variant(row: Row, target: str, k: int, rows: tuple[int, ...]) -> Variant:
     """The kernel that a policy row launches for weights [rows_i, k].
 
     Raises VariantError for sizes outside the kernel.
@@ -41,7 +43,7 @@ def misfit(row: Row, target: str, x: Tensor, weights: Sequence[Tensor]) -> str:
     if len(weights) > MAX_WEIGHTS:
         return f"there are {len(weights)} weights, the kernel takes {MAX_WEIGHTS}"
     try:
-        variant(row, target, x.shape[1], [weight.shape[0] for weight in weights])
+        variant(row, target, x.shape[1], _heights(weights))
     except VariantError as error:
         return str(error)
     return ""
@@ -56,7 +58,7 @@ def launch(
     """
     rows = readable(x)
     outs = [x.new_empty(x.shape[0], weight.shape[0]) for weight in weights]
-    chosen = variant(row, target, x.shape[1], [weight.shape[0] for weight in weights])
+    chosen = variant(row, target, x.shape[1], _heights(weights))
     values = {
         "x": address(rows),
         **{f"weight{i}": address(weight) for i, weight in enumerate(weights)},
@@ -64,6 +66,9 @@ def launch(
         "m": x.shape[0],
         "x_pitch": pitch(rows),
     }
-    config = config_of(chosen)
-    runtime.kernel(chosen)(*(values[name] for name in (*config.addresses, *config.sizes)))
+    runtime.kernel(chosen)(*(values[name] for name in parameter_names(chosen)))
     return outs
+
+
+def _heights(weights: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple(weight.shape[0] for weight in weights)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 from k3fuse.kernels.build.errors import VariantError
@@ -276,3 +277,9 @@ def builder(op: str) -> Builder:
     except (ImportError, AttributeError, ValueError) as error:
         raise VariantError(f"{place!r} names no builder ({error})") from None
     return found
+
+
+@lru_cache(maxsize=1024)
+def parameter_names(variant: Variant) -> tuple[str, ...]:
+    """Names of a variant's parameters in kernel order; kept, since every eager call asks."""
+    return tuple(parameter.name for parameter in builder(variant.op).plan(variant).parameters)

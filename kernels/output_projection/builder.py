@@ -108,13 +108,15 @@ class OutputProjection:
 
     def trace(self, variant: Variant) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Return the kernel and stand-ins for its parameters; imports the DSL."""
+        from k3fuse.kernels.common.device.abi import arguments
         from k3fuse.kernels.output_projection import device, split_device
 
         config = config_of(variant)
         kinds: dict[int, Any] = {
             FUSED: device.Fused, PRODUCER: split_device.Producer, CONSUMER: split_device.Consumer,
         }  # fmt: skip
-        return kinds[config.stage](config, Shared(config)), device.arguments(config)
+        kernel = kinds[config.stage](config, Shared(config))
+        return kernel, arguments(config.addresses, config.sizes)
 
 
 def config_of(variant: Variant) -> Config:

@@ -12,7 +12,6 @@ import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Int32, Int64, memory
-from cutlass.cute.runtime import make_fake_stream
 
 from k3fuse.kernels.common.device import lamport, ptx, residual, stationary
 from k3fuse.kernels.common.device.lamport import Publisher
@@ -48,15 +47,6 @@ def operands(config: Config, addresses: Any, sizes: Any) -> Any:
     }
     blocks, targets = list(addresses[first:second]), list(addresses[second:])
     return SimpleNamespace(blocks=blocks, targets=targets, **named)
-
-
-def arguments(config: Config) -> tuple[Any, ...]:
-    """Stand-ins for the parameters and a stream."""
-    return (
-        tuple(Int64(0) for _ in config.addresses),
-        tuple(Int32(0) for _ in config.sizes),
-        make_fake_stream(),
-    )
 
 
 def shared_memory(size: int) -> Any:

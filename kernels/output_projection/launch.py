@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from torch import Tensor
 
-from k3fuse.kernels.build.variant import Variant
+from k3fuse.kernels.build.variant import Variant, parameter_names
 from k3fuse.kernels.common.exchange import Workspace, workspace
 from k3fuse.kernels.common.operands import address, block_rows, float_bits, pitch, readable
 from k3fuse.kernels.common.policy import Row, chip_of
 from k3fuse.kernels.common.runtime import RUNTIME, Runtime
-from k3fuse.kernels.output_projection.builder import BUILDER, config_of
-from k3fuse.kernels.output_projection.config import CONSUMER, FUSED, PRODUCER, Config
+from k3fuse.kernels.output_projection.builder import BUILDER
+from k3fuse.kernels.output_projection.config import CONSUMER, FUSED, PRODUCER
 from k3fuse.kernels.output_projection.policy import FUSED as FUSED_KERNEL
 from k3fuse.kernels.output_projection.policy import TWO_SHOT
 
@@ -46,7 +47,8 @@ class Residual:
     out_eps: float
 
 
-def variants(row: Row, target: str, form: Form, multicast: bool) -> list[Variant]:
+@lru_cache(maxsize=256)
+def variants(row: Row, target: str, form: Form, multicast: bool) -> tuple[Variant, ...]:
     """The kernels that a policy row launches for one form, in stream order.
 
     multicast: publish through the multicast address, else through every rank's.
@@ -63,7 +65,7 @@ def variants(row: Row, target: str, form: Form, multicast: bool) -> list[Variant
         "two_shot": int(row.kernel == TWO_SHOT),
     }
     shape = {"m": row.m_max, "tp": tp}
-    return [BUILDER.variant(arch, shape, {**config, "stage": stage}) for stage in stages]
+    return tuple(BUILDER.variant(arch, shape, {**config, "stage": stage}) for stage in stages)
 
 
 def launch(
@@ -111,9 +113,5 @@ def launch(
         "out_eps": float_bits(residual.out_eps),
     }
     for variant in variants(row, target, residual.form, mailboxes.multicast):
-        runtime.kernel(variant)(*(values[name] for name in _names(config_of(variant))))
+        runtime.kernel(variant)(*(values[name] for name in parameter_names(variant)))
     return [out, new_prefix]
-
-
-def _names(config: Config) -> tuple[str, ...]:
-    return (*config.pointers, *config.block_pointers, *config.targets, *config.sizes)

@@ -8,7 +8,9 @@ import pytest
 
 from build import DATA
 from k3fuse.kernels.build.variant import builder
+from k3fuse.kernels.common import policy
 from k3fuse.patterns import workbench
+from k3fuse.rewriter import target
 from k3fuse.rewriter.inspecting import inspect_source
 
 
@@ -47,3 +49,9 @@ def test_an_op_without_a_kernel_says_nothing() -> None:
     assert set(found) == {
         "attention_projection", "output_projection", "router", "experts", "attn_res",
     }  # fmt: skip
+
+
+def test_rewriter_and_kernels_know_the_same_targets() -> None:
+    # Neither imports the other, so each has its own table of chips.
+    assert target.ARCHITECTURES == policy.CHIPS
+    assert target.TP_SIZES == policy.TP_SIZES
