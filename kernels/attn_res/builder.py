@@ -1,4 +1,4 @@
-"""Build AttnRes where it stands alone: a cluster of seven CTAs a token.
+"""Build AttnRes where it stands alone: a cluster of seven CTAs a token, or two.
 
 The ABI is the plan's parameter list (`config.py`):
 
@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from k3fuse.kernels.attn_res.config import Config
+from k3fuse.kernels.attn_res.plan import Shared, plan_of
 from k3fuse.kernels.build.sizes import merged, need
-from k3fuse.kernels.build.variant import Parameter, Plan, Variant, check_arch, pairs
-from k3fuse.kernels.common.geometry import CLUSTER, CONSUMER_THREADS, residual_bytes
+from k3fuse.kernels.build.variant import Plan, Variant, check_arch, pairs
 from k3fuse.kernels.common.mailbox import MAX_M
 
 SHAPE = {"m": 8, "blocks": 8}
@@ -66,26 +66,16 @@ class AttnRes:
         return (*made, self.variant(arch, {"m": MAX_M}, {}))
 
     def plan(self, variant: Variant) -> Plan:
-        """A cluster of 7 CTAs a token."""
-        config = config_of(variant)
-        return Plan(
-            grid=(CLUSTER * config.m, 1, 1),
-            block=(CONSUMER_THREADS, 1, 1),
-            cluster=(CLUSTER, 1, 1),
-            dynamic_smem=residual_bytes(config.blocks),
-            parameters=(
-                *(Parameter(name, "pointer") for name in config.addresses),
-                *(Parameter(name, "i32") for name in config.sizes),
-            ),
-            pdl=True,
-        )
+        """A cluster of 7 CTAs a token, or two."""
+        return plan_of(config_of(variant))
 
     def trace(self, variant: Variant) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Return the kernel and stand-ins for its parameters; imports the DSL."""
         from k3fuse.kernels.attn_res import device
+        from k3fuse.kernels.common.device.abi import arguments
 
         config = config_of(variant)
-        return device.AttnRes(config), device.arguments(config)
+        return device.AttnRes(config, Shared(config)), arguments(config.addresses, config.sizes)
 
 
 def config_of(variant: Variant) -> Config:

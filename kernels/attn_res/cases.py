@@ -19,33 +19,36 @@ from k3fuse.kernels.simulator import Fresh
 EPS = 1e-5  # rms_norm_eps of Kimi K3
 # (blocks, delta, norm): inside a layer, at the first block, and without what is optional.
 FORMS = ((8, 1, 1), (0, 1, 1), (4, 0, 0))
-PROTOCOL_M = 2  # a token is one cluster, and clusters share nothing
+FEW = 2  # tokens of a cluster, and clusters share nothing
 
 
 def cases(target: CheckTarget, m: int) -> tuple[Case, ...]:
     """One case a form. Every rank does the same work, so one is run."""
     found = []
     for blocks, delta, norm in FORMS:
-        full, few, one = (
+        full, few = (
             BUILDER.variant(
                 target.arch, {"m": rows, "blocks": blocks}, {"delta": delta, "norm": norm}
             )
-            for rows in (m, min(m, PROTOCOL_M), 1)
+            for rows in (m, min(m, FEW))
         )
-        steps = partial(step, full), partial(step, few), partial(step, one)
+        steps = partial(step, full), partial(step, few), partial(step, few)
         found.append(Case(BUILDER.op, full.name, *steps))
     return tuple(found)
 
 
-def step(variant: Variant, seed: int) -> Step:
-    """Sources about 1, blocks of growing size, what the reference says, and every byte once."""
+def step(variant: Variant, seed: int, tokens: int = 0) -> Step:
+    """Sources about 1, blocks of growing size, what the reference says, and every byte once.
+
+    tokens: as many as the kernel is for by default.
+    """
     config = config_of(variant)
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
         return (torch.randn(*shape, generator=generator) * scale).bfloat16()
 
-    m = config.m
+    m = tokens or config.m
     prefix, delta = normal(m, HIDDEN), normal(m, HIDDEN) if config.delta else None
     blocks = [normal(m, HIDDEN, scale=1 + 0.1 * i) for i in range(config.blocks)]
     score_norm, score_proj = normal(HIDDEN), normal(HIDDEN, scale=0.05)

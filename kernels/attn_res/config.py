@@ -21,6 +21,22 @@ class Config:
     packed: bool
 
     @property
+    def tokens(self) -> int:
+        """Tokens of a cluster: two share the weight vectors wherever two can be there."""
+        return min(self.m, 2)
+
+    @property
+    def clusters(self) -> int:
+        """Clusters of the grid."""
+        return -(-self.m // self.tokens)
+
+    @property
+    def vectors(self) -> tuple[str, ...]:
+        """Names of the weight vectors that are read."""
+        score = ("score_norm", "score_proj") if self.blocks else ()
+        return (*score, *(("out_norm",) if self.norm else ()))
+
+    @property
     def pointers(self) -> tuple[str, ...]:
         """Names of the address parameters, before the blocks."""
         return (

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from torch import Tensor
 
-from k3fuse.kernels.attn_res.builder import BUILDER, config_of
-from k3fuse.kernels.build.variant import Variant
+from k3fuse.kernels.attn_res.builder import BUILDER
+from k3fuse.kernels.build.variant import Variant, parameter_names
 from k3fuse.kernels.common.operands import address, block_rows, float_bits, pitch, readable
 from k3fuse.kernels.common.policy import Row, chip_of
 from k3fuse.kernels.common.runtime import RUNTIME, Runtime
 
 
+@lru_cache(maxsize=256)
 def variant(
     row: Row, target: str, blocks: int, delta: bool, norm: bool, round_mix: bool
 ) -> Variant:
@@ -64,7 +66,5 @@ def launch(
         "out_eps": float_bits(out_eps),
     }
     chosen = variant(row, target, num_blocks, delta is not None, out_norm is not None, round_mix)
-    config = config_of(chosen)
-    names = (*config.pointers, *config.block_pointers, *config.sizes)
-    runtime.kernel(chosen)(*(values[name] for name in names))
+    runtime.kernel(chosen)(*(values[name] for name in parameter_names(chosen)))
     return [out] if new_prefix is None else [out, new_prefix]

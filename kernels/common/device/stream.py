@@ -19,24 +19,39 @@ class Stream:
     """Weights and sources of one row, and its outputs.
 
     given: the kernel's operands by name. column: Int32, the first of the thread's columns.
-    Weights are loaded at construction, before the grid's predecessor has ended.
+    Weights are loaded at construction, before the grid's predecessor has ended; weights False:
+    `weigh` is told them.
     """
 
-    def __init__(self, form: Form, prefix: bool, given: Any, token: Any, column: Any) -> None:
+    def __init__(
+        self,
+        form: Form,
+        prefix: bool,
+        given: Any,
+        token: Any,
+        column: Any,
+        weights: bool = True,
+    ) -> None:
         self.form, self.given, self.token = form, given, token
         self.has_prefix = prefix
         self.place = bytes_of(column)
         self.score_weight: list[Any] = []
-        if form.blocks > 0:
-            a = ptx.unpack(ptx.load16_constant(given.score_norm + self.place))
-            b = ptx.unpack(ptx.load16_constant(given.score_proj + self.place))
-            self.score_weight = vector.mul(a, b, form.packed)
         self.norm: list[Any] = []
-        if form.norm:
-            self.norm = ptx.unpack(ptx.load16_constant(given.out_norm + self.place))
+        if weights:
+            found = [given.score_norm, given.score_proj] if form.blocks > 0 else []
+            found += [given.out_norm] if form.norm else []
+            self.weigh([ptx.load16_constant(address + self.place) for address in found])
         self.prefix: Any = None
         self.blocks: list[Any] = []
         self.mixed: tuple[list[Any], Any, Any] = ([], Float32(0.0), Float32(0.0))
+
+    def weigh(self, vectors: list[Any]) -> None:
+        """Take the weights: score norm and projection where there are blocks, output norm."""
+        unpacked = [ptx.unpack(words) for words in vectors]
+        if self.form.blocks > 0:
+            self.score_weight = vector.mul(unpacked[0], unpacked[1], self.form.packed)
+        if self.form.norm:
+            self.norm = unpacked[-1]
 
     def load(self) -> None:
         """Load prefix and blocks."""
