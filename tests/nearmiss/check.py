@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import random
 from collections.abc import Iterator, Sequence
@@ -19,12 +18,13 @@ from torch import Tensor, fx
 import families_moe  # noqa: F401 - adds its families
 from build import run
 from families import FAMILIES, FP32, Inputs, Knobs
-from graphs import EDITS, LEVELS, Unbuildable, build
+from graphs import EDITS, LEVELS, Unbuildable, build, copied, symbols
 from k3fuse.kernels.common.policy import Table
 from k3fuse.kernels.experts import reference as experts_reference
 from k3fuse.kernels.output_projection import reference as projection_reference
 from k3fuse.kernels.tail import reference as tail_reference
 from k3fuse.rewriter.canonical import op_of, target_name
+from k3fuse.rewriter.pattern import Pattern, load_patterns
 from tolerances import tolerance
 
 # Reference forms that do not trace at a site's shapes are one of several; torch logs each.
@@ -136,20 +136,31 @@ class Verdict:
     found: dict[str, int] = field(default_factory=dict)
 
 
-_BASE: dict[str, tuple[fx.GraphModule, Inputs]] = {}
+class Base:
+    """The module traced last: tracing costs most, so further edits take copies of it."""
+
+    key = ""
+    module: fx.GraphModule
+    inputs: Inputs
+    symbols: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, graph: Graph) -> tuple[fx.GraphModule, Inputs]:
+        """A copy of this graph's module before its edits. Raises Unbuildable."""
+        key = f"{graph.family} {graph.seed} {graph.level} {graph.knobs}"
+        # An edit that fixed a symbolic size would show in the next copy.
+        if key != cls.key or symbols(cls.module) != cls.symbols:
+            cls.key = ""
+            cls.module, cls.inputs = build(
+                FAMILIES[graph.family], graph.knobs, graph.seed, graph.level
+            )
+            cls.key, cls.symbols = key, symbols(cls.module)
+        return copied(cls.module), cls.inputs
 
 
 def made(graph: Graph) -> tuple[fx.GraphModule, Inputs]:
-    """Build the graph and put its edits in. Raises Unbuildable.
-
-    Tracing costs most, so the last traced module is kept for further edits of it.
-    """
-    key = f"{graph.family} {graph.seed} {graph.level} {graph.knobs}"
-    if key not in _BASE:
-        _BASE.clear()
-        _BASE[key] = build(FAMILIES[graph.family], graph.knobs, graph.seed, graph.level)
-    module, inputs = _BASE[key]
-    module = copy.deepcopy(module)
+    """Build the graph and put its edits in. Raises Unbuildable."""
+    module, inputs = Base.of(graph)
     rng = random.Random(f"{graph.seed} {graph.edit_seed}")
     for name in graph.edits:
         try:
@@ -162,21 +173,25 @@ def made(graph: Graph) -> tuple[fx.GraphModule, Inputs]:
         module.graph.lint()
     except RuntimeError as error:
         raise Unbuildable(f"{graph.edits}: {error}") from error
-    module.recompile()
     return module, inputs
+
+
+@cache
+def _patterns() -> tuple[Pattern, ...]:
+    return load_patterns()
 
 
 def examine(graph: Graph, *, composed: bool = False) -> Verdict:
     """Rewrite for the reference target and compare. Raises Unbuildable where there is no graph."""
     module, inputs = made(graph)
     tensors = list(inputs.made.values())
-    original = copy.deepcopy(module)
+    before = [op_of(n) for n in module.graph.nodes]
     try:
-        outputs(original, tensors)
+        wanted = outputs(module, tensors)
     except Exception as error:
         raise Unbuildable(f"does not run: {error}") from error
     try:
-        report = run(module)
+        report = run(module, patterns=_patterns())
     except Exception as error:
         return Verdict("crashed", fault=f"the rewrite raised {type(error).__name__}: {error}")
     pattern = FAMILIES[graph.family].pattern
@@ -188,18 +203,18 @@ def examine(graph: Graph, *, composed: bool = False) -> Verdict:
     outcome = "rewritten" if taken else ("refused" if codes else "absent")
     verdict = Verdict(outcome, codes, found=found)
     if not found:
-        if [op_of(n) for n in module.graph.nodes] != [op_of(n) for n in original.graph.nodes]:
+        if [op_of(n) for n in module.graph.nodes] != before:
             verdict.fault = "no site was taken and the graph changed"
         return verdict
     group = graph.knobs.get("group")
-    verdict.fault = _compare(module, original, tensors, graph, composed and not group)
+    verdict.fault = _compare(module, tensors, wanted, graph, composed and not group)
     return verdict
 
 
 def _compare(
     module: fx.GraphModule,
-    original: fx.GraphModule,
     tensors: Sequence[Tensor],
+    wanted: Sequence[Tensor],
     graph: Graph,
     composed: bool,
 ) -> str:
@@ -211,7 +226,7 @@ def _compare(
             with torch.no_grad():
                 FAMILIES[graph.family].build(graph.knobs, again)
             tensors = list(again.made.values())
-        wanted = outputs(original, tensors)
+            wanted = outputs(made(graph)[0], tensors)
         try:
             fault = differs(outputs(module, tensors, composed), wanted, graph.knobs["dtype"])
         except Exception as error:

@@ -11,7 +11,7 @@ from defects import CATALOGUE, Defect
 from graphs import EDITS
 
 # Graphs that share one traced module: as declared, then with defects put into the graph.
-SHARED = 3
+SHARED = 16
 # Several defects at once: a refusal may then be about the neighbour of the place that is wrong.
 ALWAYS = frozenset({"OP_MISMATCH", "USER_ESCAPES", "SHAPE_MISMATCH"})
 
@@ -27,11 +27,12 @@ class Case:
     problem: str = ""
 
 
-def _pick(rng: random.Random, family: str, count: int) -> list[Defect]:
-    """Defects of different knobs."""
+def _pick(rng: random.Random, family: str, count: int, turn: int) -> list[Defect]:
+    """Defects of different knobs. Each of the family's comes first in its turn."""
     mine = [d for d in CATALOGUE if family in d.families]
+    others = rng.sample(mine, len(mine))
     chosen: list[Defect] = []
-    for defect in rng.sample(mine, len(mine)):
+    for defect in [mine[turn % len(mine)], *others]:
         if len(chosen) < count and not any(set(d.knobs) & set(defect.knobs) for d in chosen):
             chosen.append(defect)
     return chosen
@@ -51,12 +52,13 @@ def declared(family: str, seed: int, chosen: Iterable[Defect]) -> Graph:
     return Graph(family, knobs, seed, level, tuple(d.name for d in chosen))
 
 
-def case(seed: int, number: int) -> Case:
+def case(seed: int, number: int, shared: int = SHARED) -> Case:
     """Graph `number`: family in turn, 0 to 2 catalogued defects, then 0 to 2 edits of the graph."""
-    base, variant = divmod(number, SHARED)
+    base, variant = divmod(number, shared)
     rng = random.Random(f"{seed} {base}")
-    family = list(FAMILIES)[base % len(FAMILIES)]
-    chosen = _pick(rng, family, rng.choice((0, 0, 1, 1, 1, 2)))
+    turn, which = divmod(base, len(FAMILIES))
+    family = list(FAMILIES)[which]
+    chosen = _pick(rng, family, rng.choice((0, 0, 1, 1, 1, 2)), turn)
     graph = declared(family, rng.randrange(1 << 30), chosen)
     if variant:
         count = min(rng.choice((1, 1, 2)), 3 - len(chosen))
@@ -93,9 +95,9 @@ def judge(found: Case) -> str:
     return ""
 
 
-def examined(seed: int, number: int) -> Case:
+def examined(seed: int, number: int, shared: int = SHARED) -> Case:
     """Draw, examine and judge one graph; the outcome is "unbuildable" where there is none."""
-    found = case(seed, number)
+    found = case(seed, number, shared)
     try:
         found.verdict = examine(found.graph, composed=number % 4 == 0)
     except Unbuildable:

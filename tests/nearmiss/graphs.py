@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils import _pytree as pytree
@@ -67,6 +68,24 @@ def _trace(family: Family, knobs: Knobs, inputs: Inputs, level: str) -> fx.Graph
     return module
 
 
+def copied(module: fx.GraphModule) -> fx.GraphModule:
+    """The same graph with nodes and metadata of its own; fake values are shared."""
+    graph = fx.Graph()
+    to: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        to[node] = graph.node_copy(node, to.__getitem__)
+    return _LazyGraphModule(module, graph)
+
+
+def symbols(module: fx.GraphModule) -> tuple[int, ...]:
+    """How much is known of the symbolic sizes: guards and replacements of the shape environment."""
+    for node in module.graph.nodes:
+        mode = getattr(node.meta.get("val"), "fake_mode", None)
+        if mode is not None:
+            return (len(mode.shape_env.guards), len(mode.shape_env.replacements))
+    return ()
+
+
 # --- defects in the graph -----------------------------------------------------------------------
 
 Edit = Callable[[fx.GraphModule, random.Random], bool]
@@ -81,23 +100,51 @@ def _calls(module: fx.GraphModule) -> list[fx.Node]:
 
 
 def _revalue(module: fx.GraphModule, start: fx.Node) -> bool:
-    """New fake values from `start` on; False where the graph cannot run any more."""
-    modes = [getattr(n.meta.get("val"), "fake_mode", None) for n in module.graph.nodes]
+    """New fake values of `start` and of what they change; False where the graph cannot run."""
+    modes = (getattr(n.meta.get("val"), "fake_mode", None) for n in module.graph.nodes)
     mode = next(m for m in modes if m is not None)
+    renewed: set[fx.Node] = set()
     reached = False
     for node in module.graph.nodes:
         reached |= node is start
         if not reached or node.op != "call_function":
+            continue
+        if node is not start and renewed.isdisjoint(node.all_input_nodes):
             continue
         args, kwargs = pytree.tree_map_only(
             fx.Node, lambda n: n.meta["val"], (node.args, node.kwargs)
         )
         try:
             with mode, torch.no_grad():
-                node.meta["val"] = node.target(*args, **kwargs)
+                value = node.target(*args, **kwargs)
         except Exception:
             return False
+        if node is start or not _same(value, node.meta.get("val"), (args, kwargs)):
+            node.meta["val"] = value
+            renewed.add(node)
     return True
+
+
+def _same(new: Any, old: Any, operands: Any) -> bool:
+    """Whether readers see no difference: equal metadata, and no storage shared with an operand."""
+    ours, theirs, given = (pytree.tree_leaves(tree) for tree in (new, old, operands))
+    if list(map(_seen, ours)) != list(map(_seen, theirs)):
+        return False
+    used = {t.untyped_storage()._cdata for t in given if isinstance(t, Tensor)}
+    return all(
+        t.untyped_storage()._cdata not in used for t in ours + theirs if isinstance(t, Tensor)
+    )
+
+
+def _seen(value: Any) -> Any:
+    """What a fake value tells its readers; symbolic sizes as expressions, which guards nothing."""
+    if not isinstance(value, Tensor):
+        return getattr(getattr(value, "node", None), "expr", value)
+    sizes = [*value.shape, *value.stride(), value.storage_offset()]
+    return (
+        value.dtype, value.device, len(value.shape),
+        [s.node.expr if isinstance(s, torch.SymInt) else s for s in sizes],
+    )  # fmt: skip
 
 
 def _fake_call(module: fx.GraphModule, target: Any, *args: Any) -> fx.Node:
