@@ -73,6 +73,14 @@ HINTS: dict[Code, str] = {
 }
 
 
+# Codes whose names are kept for checks to come, and what they wait for. No check gives one yet.
+RESERVED: dict[Code, str] = {
+    Code.CAPACITY: "workspaces are sized by the policy's largest row; M_OUT_OF_RANGE comes first",
+    Code.NO_FABRIC: "a group without NVLink is seen when its mailboxes are mapped, at launch",
+    Code.POLICY_SLOWER: "policies hold no measured row of the stock path yet",
+}
+
+
 @dataclass(frozen=True)
 class Reason:
     """One failed condition. Never a bare False.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from check import FAMILIES, Graph, Unbuildable, Verdict, examine, groups, healthy
 from defects import CATALOGUE, Defect
@@ -50,6 +51,11 @@ def declared(family: str, seed: int, chosen: Iterable[Defect]) -> Graph:
     other = groups()[1]
     knobs = {k: other if k.endswith("_group") and v == "other" else v for k, v in knobs.items()}
     return Graph(family, knobs, seed, level, tuple(d.name for d in chosen))
+
+
+def spelled(family: str, knobs: dict[str, Any], seed: int = 0) -> Graph:
+    """The healthy graph of a seed on one rank with these knobs set."""
+    return Graph(family, {**declared(family, seed, ()).knobs, "group": "", **knobs}, seed, "aot")
 
 
 def case(seed: int, number: int, shared: int = SHARED) -> Case:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from build import Hand, aten, run
-from check import FAMILIES, Graph, examine, groups, healthy, made
-from draw import declared
+from check import FAMILIES, examine, groups, healthy, made
+from draw import declared, spelled
 from k3fuse.rewriter.canonical import op_of
 
 BF16 = torch.bfloat16
@@ -88,16 +88,11 @@ def _groups() -> None:
     groups()
 
 
-def graph_of(family: str, knobs: dict[str, Any], seed: int) -> Graph:
-    graph = declared(family, seed, ())
-    return Graph(family, {**graph.knobs, "group": "", **knobs}, seed, "aot")
-
-
 @pytest.mark.parametrize("name", WRONG_VALUES | CRASHES)
 def test_it_is_refused_or_keeps_its_values(name: str) -> None:
     family, knobs, expected = (WRONG_VALUES | CRASHES)[name]
     for seed in (0, 1):
-        graph = graph_of(family, knobs, seed)
+        graph = spelled(family, knobs, seed)
         verdict = examine(graph, composed=seed == 1)
         assert verdict.fault == "", graph.text()
         if expected == "rewritten":
@@ -106,13 +101,13 @@ def test_it_is_refused_or_keeps_its_values(name: str) -> None:
             assert verdict.outcome != "rewritten", graph.text()
             assert verdict.codes <= {expected}, graph.text()
         # The control: without the defect the very same module is taken.
-        assert examine(graph_of(family, {}, seed)).outcome == "rewritten"
+        assert examine(spelled(family, {}, seed)).outcome == "rewritten"
 
 
 def test_two_sites_that_read_each_other_are_not_both_taken() -> None:
     """Each is one node without the other; both would be a cycle."""
     for crossed, taken in (("no", 2), ("one", 2), ("both", 1)):
-        graph = graph_of("two_blocks", {"crossed": crossed}, 3)
+        graph = spelled("two_blocks", {"crossed": crossed}, 3)
         assert examine(graph).fault == ""
         module, _ = made(graph)
         sites = [s for s in run(module).sites if s.pattern == "output_projection"]
@@ -181,7 +176,7 @@ def test_a_collective_in_place_keeps_its_operand_reduced() -> None:
 
 def test_a_sum_stored_in_another_shape_is_looked_through() -> None:
     """The residual as [1, M, H]: the site is taken, its values stay."""
-    verdict = examine(graph_of("o_add_norm", {"residual_3d": True, "norm_how": "wide"}, 5))
+    verdict = examine(spelled("o_add_norm", {"residual_3d": True, "norm_how": "wide"}, 5))
     assert (verdict.outcome, verdict.fault) == ("rewritten", "")
 
 
