@@ -15,21 +15,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-import families_moe  # noqa: F401 - adds its families
 from build import run
-from families import FAMILIES, FP32, Inputs, Knobs
-from graphs import EDITS, LEVELS, Unbuildable, build, copied, symbols
+from edits import EDITS
+from families import PROJECTIONS
+from families_moe import MOE
+from families_router import ROUTER
+from graphs import LEVELS, Unbuildable, build, copied, symbols
 from k3fuse.kernels.common.policy import Table
 from k3fuse.kernels.experts import reference as experts_reference
 from k3fuse.kernels.output_projection import reference as projection_reference
 from k3fuse.kernels.tail import reference as tail_reference
 from k3fuse.rewriter.canonical import op_of, target_name
 from k3fuse.rewriter.pattern import Pattern, load_patterns
+from parts import FP32, Family, Inputs, Knobs
 from tolerances import tolerance
 
 # Reference forms that do not trace at a site's shapes are one of several; torch logs each.
 logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
 
+FAMILIES: dict[str, Family] = {f.name: f for f in (*PROJECTIONS, ROUTER, *MOE)}
 # A site passes at most this many roundings to its dtype on the way to one output.
 ROUNDINGS = 4
 # Stands for the sum over the ranks: a factor that depends on the group and the kind of reduction.

@@ -9,7 +9,7 @@ from typing import Any
 
 from check import FAMILIES, Graph, Unbuildable, Verdict, examine, groups, healthy
 from defects import CATALOGUE, Defect
-from graphs import EDITS
+from edits import EDITS
 
 # Graphs that share one traced module: as declared, then with defects put into the graph.
 SHARED = 16

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from families import (
+from k3fuse.patterns.models.mx import mxfp4_dequantise, mxfp8_round
+from parts import (
     BF16,
-    FAMILIES,
     FP32,
     HARMLESS,
     INNER,
@@ -31,7 +31,6 @@ from families import (
     reduce,
     rms_norm,
 )
-from k3fuse.patterns.models.mx import mxfp4_dequantise, mxfp8_round
 
 
 def situ(gate: Tensor, up: Tensor, knobs: Knobs, prefix: str = "") -> Tensor:
@@ -235,7 +234,7 @@ def attention(knobs: Knobs, inp: Inputs) -> tuple[Tensor, ...]:
 
 
 _PLAIN_NORM = {k: v for k, v in NORM.items() if k != "norm_how"}
-for _family in (
+MOE = (
     Family(
         "experts",
         "experts",
@@ -277,5 +276,4 @@ for _family in (
             **_PLAIN_NORM,
         },
     ),
-):
-    FAMILIES[_family.name] = _family
+)

@@ -1,0 +1,87 @@
+"""What stands around a site: process groups, readers, crossings; shapes of small operands."""
+
+from __future__ import annotations
+
+from defect import Defect, wrong
+
+AROUND: tuple[Defect, ...] = (
+    # --- groups and reductions
+    wrong(
+        "group",
+        "o_add_norm o_attn_res two_blocks",
+        "changed",
+        "ATTR_MISMATCH OP_MISMATCH -",
+        reduce_op="max",
+    ),
+    wrong(
+        "group",
+        "o_add_norm o_attn_res two_blocks",
+        "changed",
+        "ATTR_MISMATCH OP_MISMATCH -",
+        reduce_op="avg",
+    ),
+    wrong("group", "o_add_norm o_attn_res", "kept", "OP_MISMATCH -", reduce_op="none"),
+    wrong("group", "o_add_norm o_attn_res", "changed", "OP_MISMATCH -", reduce_twice=True),
+    wrong(
+        "group",
+        "experts opaque",
+        "changed",
+        "GROUP_MISMATCH OP_MISMATCH",
+        shared_op="none",
+        shared=True,
+    ),
+    wrong(
+        "group",
+        "experts opaque",
+        "changed",
+        "GROUP_MISMATCH OP_MISMATCH",
+        routed_op="none",
+        shared=True,
+    ),
+    wrong(
+        "group",
+        "experts opaque",
+        "changed",
+        "ATTR_MISMATCH OP_MISMATCH GROUP_MISMATCH",
+        shared_op="avg",
+        shared=True,
+    ),
+    wrong(
+        "group",
+        "experts opaque",
+        "changed",
+        "ATTR_MISMATCH OP_MISMATCH GROUP_MISMATCH",
+        routed_op="max",
+        shared=True,
+    ),
+    wrong("group", "experts opaque", "changed", "OP_MISMATCH GROUP_MISMATCH", routed_twice=True),
+    wrong(
+        "group",
+        "experts opaque",
+        "kept",
+        "OP_MISMATCH GROUP_MISMATCH",
+        reduce_late=True,
+        routed_op="none",
+    ),
+    wrong(
+        "group", "experts opaque", "changed", "GROUP_MISMATCH", shared_group="other", shared=True
+    ),
+    wrong("group", "o_add_norm o_attn_res attention", "kept", "", reduce_group="other"),
+    # --- readers, crossings
+    wrong(
+        "reader", "o_add_norm", "changed", "USER_ESCAPES", results="partial too", between="nothing"
+    ),
+    wrong("reader", "router", "changed", "USER_ESCAPES", extra="scores"),
+    wrong("reader", "router", "changed", "USER_ESCAPES", extra="logits"),
+    wrong("reader", "router", "kept", "", extra="ids"),
+    wrong("reader", "experts", "changed", "USER_ESCAPES", **{"routed too": True}),
+    wrong("reader", "attention", "kept", "", **{"part too": True}),
+    wrong("crossed", "two_blocks", "kept", "OP_MISMATCH INTERPOSED_OP", crossed="both"),
+    # --- shapes of the small operands
+    wrong("shape", "router", "kept", "SHAPE_MISMATCH OP_MISMATCH -", bias="token"),
+    wrong("shape", "router", "kept", "SHAPE_MISMATCH OP_MISMATCH -", bias="column"),
+    wrong("shape", "router", "kept", "SHAPE_MISMATCH OP_MISMATCH -", bias="row"),
+    wrong("shape", "router", "kept", "-", bias="half"),
+    wrong("shape", "router", "kept", "-", bias="flipped"),
+    wrong("shape", "router", "kept", "-", bias="none"),
+)
