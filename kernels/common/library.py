@@ -31,7 +31,22 @@ def register(
     """Define `schema` with one implementation for every device and a fake one."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=_TAGS)
-    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
     overload: torch._ops.OpOverload[..., Any] = getattr(getattr(torch.ops, NAMESPACE), name).default
+    arguments = overload._schema.arguments
+    lists = tuple(i for i, a in enumerate(arguments) if str(a.type) == "List[Tensor]")
+    _LIBRARY.impl(name, _with_lists(implementation, lists), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
     return overload
+
+
+def _with_lists(implementation: Callable[..., Any], lists: tuple[int, ...]) -> Callable[..., Any]:
+    """AOTInductor's packages hand over None for an empty list of tensors (torch 2.13)."""
+    if not lists:
+        return implementation
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if any(args[i] is None for i in lists):
+            args = tuple([] if a is None and i in lists else a for i, a in enumerate(args))
+        return implementation(*args, **kwargs)
+
+    return call
