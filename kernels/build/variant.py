@@ -24,6 +24,7 @@ BUILDERS = {
     "attention_projection": "k3fuse.kernels.attention_projection.builder:BUILDER",
     "attn_res": "k3fuse.kernels.attn_res.builder:BUILDER",
     "output_projection": "k3fuse.kernels.output_projection.builder:BUILDER",
+    "router_front": "k3fuse.kernels.router.front_builder:BUILDER",
 }
 
 Pairs = tuple[tuple[str, int], ...]

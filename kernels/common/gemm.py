@@ -37,8 +37,8 @@ SPARE = 36
 class Geometry:
     """One grid. m: the most tokens. k: columns. tiles: of all weights.
 
-    cluster: CTAs that split K, 8 or 16; clusters: of the grid, at most one a tile. spare: registers
-    a thread that sums and weights leave to the rest.
+    cluster: CTAs that split K, 8 or 16; clusters: of the grid, at most one a tile. lean: fewer
+    instructions around the products, the bits are the same.
     """
 
     m: int
@@ -46,7 +46,7 @@ class Geometry:
     tiles: int
     clusters: int
     cluster: int = OWNERS
-    spare: int = SPARE
+    lean: bool = False
 
     @property
     def ctas(self) -> int:
@@ -89,6 +89,11 @@ class Geometry:
         return -(-self.slots // self.halves)
 
     @property
+    def spread(self) -> bool:
+        """Whether a token's four sums are added by four lanes: with 8 tokens that fills a warp."""
+        return self.lean and self.tokens == GROUP
+
+    @property
     def passes(self) -> int:
         """Tiles of a warp, one after the other: slots `turn * warps + warp`."""
         return -(-self.slots // MAX_WARPS)
@@ -101,7 +106,7 @@ class Geometry:
     @property
     def ring(self) -> int:
         """Blocks of W that a thread has under way, 16 registers each."""
-        return min(self.blocks, (REGISTERS - self.spare - 8 * self.groups) // 16)
+        return min(self.blocks, (REGISTERS - SPARE - 8 * self.groups) // 16)
 
     @property
     def pitch(self) -> int:

@@ -13,7 +13,7 @@ rows are there, and arms them again. Rules, sentinel and parities are those of
 **Layout**, bytes from the mailbox's start:
 
     rows       [PARITIES][max_m tokens][E FP32 | L BF16]
-    control    [PRODUCERS] 32-bit calls, then the error word
+    control    [PRODUCERS] 32-bit calls, then the error word, then the tokens that have been routed
 
 **Call number.** Front CTA i of a grid of G reads counter i when its predecessor has ended and
 stores that number plus one in the counters i, i + G, i + 2 G, ...: all of them advance by one in
@@ -90,9 +90,14 @@ class FrontMailbox:
         return self.control + PRODUCERS * WORD
 
     @property
+    def arrivals(self) -> int:
+        """Offset of the word that counts a call's routed tokens: zero between calls."""
+        return self.error + WORD
+
+    @property
     def total(self) -> int:
         """Bytes of the whole mailbox."""
-        return -(-(self.error + WORD) // ALIGNMENT) * ALIGNMENT
+        return -(-(self.arrivals + WORD) // ALIGNMENT) * ALIGNMENT
 
     def at(self, call: int, token: int) -> int:
         """Offset of a token's row in call number `call`."""

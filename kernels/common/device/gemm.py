@@ -41,6 +41,16 @@ def neighbours(first: Any, pitch: int) -> list[Any]:
     return [first + Int64(i * pitch) for i in range(OWNED)]
 
 
+def parted(value: Any, size: int, lean: bool) -> tuple[Any, Any]:
+    """value // size and value % size of an Int32 that is not negative; size: a power of two.
+
+    The plain operators also do what negative numbers need.
+    """
+    if lean:
+        return value >> Int32(size.bit_length() - 1), value & Int32(size - 1)
+    return value // Int32(size), value % Int32(size)
+
+
 class Gemm:
     """The body of a kernel: a cluster splits K, warp i of each of its CTAs has the same rows of W.
 
@@ -65,6 +75,26 @@ class Gemm:
         """Take the FP32 sums of one token and the four rows from `row`."""
         raise NotImplementedError
 
+    def store_spread(
+        self, given: Any, tile: Any, token: Any, row: Any, lane: Any, total: Any, here: Any
+    ) -> None:
+        """As `store`, by a whole warp: lane 4 t + i has the sum of token t and row `row` + i.
+
+        here: whether the lane's token exists; `token` is one that does.
+        """
+        totals = [total, *(ptx.shuffle_down(total, i) for i in range(1, OWNED))]
+        self.store_first(given, tile, token, row, lane, totals, here)
+
+    @cute.jit
+    def store_first(
+        self, given: cutlass.Constexpr, tile: cutlass.Constexpr, token: Int32, row: Int32,
+        lane: Int32, totals: cutlass.Constexpr, here: cutlass.Boolean,
+    ) -> None:  # fmt: skip
+        """`store` in the first of each four lanes."""
+        _, column = parted(lane, OWNED, True)
+        if here and column == 0:
+            self.store(given, tile, token, row, totals)
+
     def behind_wait(self, given: Any, base: Any) -> None:
         """What one thread does behind the predecessor, before anyone has x."""
 
@@ -74,10 +104,10 @@ class Gemm:
     def run(self, given: cutlass.Constexpr, base: Int32, cta: Int32, tid: Int32) -> None:
         """Weights before the predecessor has ended; then x, products, exchange, output."""
         geometry = self.geometry
-        warp = cute.arch.make_warp_uniform(tid // 32)
-        lane = tid % 32
-        part = cta % geometry.cluster
-        first = warp * Int32(geometry.clusters) + cta // geometry.cluster
+        warp, lane = parted(tid, 32, geometry.lean)
+        warp = cute.arch.make_warp_uniform(warp)
+        cluster, part = parted(cta, geometry.cluster, geometry.lean)
+        first = warp * Int32(geometry.clusters) + cluster
         if tid == 0:
             ptx.barrier_init(base, 1)
             for slot in cutlass.range_constexpr(geometry.owned):
@@ -103,10 +133,11 @@ class Gemm:
     ) -> None:
         """A warp's tiles: a part of K with all tokens, and the output of the rows it owns."""
         geometry = self.geometry
+        line, column = parted(lane, 4, geometry.lean)
         tiles = []
         for turn in range(passes):
             number = first + Int32(turn * geometry.warps * geometry.clusters)
-            start = part * Int32(geometry.columns) + lane % Int32(4) * Int32(8)
+            start = part * Int32(geometry.columns) + column * Int32(8)
             tile = self.tile(given, number, start, lane)
             tile.slot = warp + Int32(turn * geometry.warps)
             tiles.append(tile)
@@ -121,7 +152,6 @@ class Gemm:
         ptx.wait_for_predecessor()
         self.stage(given, base, part, warp, lane)
         ptx.barrier_wait(base, 0)
-        line, column = lane // Int32(4), lane % Int32(4)
         rows = []
         for group in range(geometry.groups):
             token = ptx.least_of(line + Int32(GROUP * group), given.m - 1)
@@ -172,21 +202,26 @@ class Gemm:
     def push(self, given: Any, base: Any, tile: Any, part: Any, lane: Any, sums: list[Any]) -> None:
         """Send each owner the sums of the rows that it owns: those of its line."""
         geometry = self.geometry
-        line, column = lane // Int32(4), lane % Int32(4)
+        line, column = parted(lane, 4, geometry.lean)
         slot = tile.slot
         if geometry.halves > 1:
-            line = line + slot % Int32(geometry.halves) * Int32(OWNERS)
-            slot = slot // Int32(geometry.halves)
+            slot, half = parted(slot, geometry.halves, geometry.lean)
+            line = line + half * Int32(OWNERS)
         place = (part * Int32(geometry.owned) + slot) * Int32(geometry.tokens)
         address = base + Int32(geometry.sums) + (place + column * Int32(2)) * Int32(ITEM)
         barrier = base + Int32(8) + slot * Int32(8)
         # The sums of tokens beyond the last one are not sent.
         beyond = column * Int32(2) - given.m
+        if geometry.lean:
+            address, barrier = ptx.map_shared(address, line), ptx.map_shared(barrier, line)
         for group in range(geometry.groups):
             for odd in range(2):
                 token = GROUP * group + odd
                 # Rows 0 and 8 of each mma are neighbours in W.
                 values = [sums[group][i // 2][odd + i % 2 * 2] for i in range(OWNED)]
+                if geometry.lean:
+                    ptx.store_async_mapped(address, token * ITEM, values, barrier, beyond, -token)
+                    continue
                 ptx.store_async(
                     address + Int32(token * ITEM), values, barrier, line, beyond + Int32(token), 0
                 )
@@ -201,8 +236,10 @@ class Gemm:
         if cutlass.const_expr(halves == 1):
             self.finish_owned(given, base, tile, tile.slot, part, lane)
         else:
-            if tile.slot % Int32(halves) == part // Int32(OWNERS):
-                slot, owner = tile.slot // Int32(halves), part % Int32(OWNERS)
+            lean = self.geometry.lean
+            slot, half = parted(tile.slot, halves, lean)
+            mine, owner = parted(part, OWNERS, lean)
+            if half == mine:
                 self.finish_owned(given, base, tile, slot, owner, lane)
 
     @cute.jit
@@ -215,7 +252,18 @@ class Gemm:
         row = tile.row + owner * Int32(OWNED)
         # Also where none of the CTA's rows exist: what is sent to it must find it there.
         ptx.barrier_wait(base + Int32(8) + slot * Int32(8), 0, "cluster")
-        if row < tile.rows:
+        if cutlass.const_expr(geometry.spread):
+            if row < tile.rows:
+                there, column = parted(lane, OWNED, True)
+                token = ptx.least_of(there, given.m - 1)
+                item = slot * Int32(geometry.tokens) + token
+                address = base + Int32(geometry.sums) + item * Int32(ITEM)
+                address = address + column * Int32(4)
+                one = ptx.shared_load_f32(address)
+                for sender in cutlass.range_constexpr(1, geometry.cluster):
+                    one += ptx.shared_load_f32(address, sender * geometry.owned * GROUP * ITEM)
+                self.store_spread(given, tile, token, row, lane, one, there < given.m)
+        elif row < tile.rows:
             for turn in cutlass.range_constexpr(-(-geometry.tokens // 32)):
                 token = lane + Int32(32 * turn)
                 if token < given.m:

@@ -24,6 +24,11 @@ def positive_zeros(word: Any) -> Any:
     return ptx.asm(code, [Int32], word, pure=True)
 
 
+def positive_zero(word: Any) -> Any:
+    """An FP32 word, -0.0 turned into +0.0: that is the sentinel. Nothing else changes."""
+    return ptx.select(word == Int32(SENTINEL), Int32(0), word)
+
+
 def missing(words: Any) -> Any:
     """1 where one of the words is still the sentinel, else 0."""
     lines = [f"setp.eq.u32 p, ${1}, 0x80000000;"]
@@ -33,7 +38,7 @@ def missing(words: Any) -> Any:
 
 
 class Publisher:
-    """Stores of 16 bytes into every mailbox of the group, or into one.
+    """Stores of 16 or 8 bytes into every mailbox of the group, or into one.
 
     targets: the multicast address alone, or the address of every rank's mailbox, in rank order.
     """
@@ -42,12 +47,18 @@ class Publisher:
         self.targets, self.multicast = targets, multicast
 
     def everywhere(self, offset: Any, words: Any) -> None:
-        """Store at `offset` (Int64 bytes) of every mailbox. The words hold no sentinel."""
+        """Store four words, or two, at `offset` (Int64 bytes) of every mailbox.
+
+        The words hold no sentinel.
+        """
+        four = len(words) == 4
         if self.multicast:
-            ptx.multicast16(self.targets[0] + offset, words)
+            send = ptx.multicast16 if four else ptx.multicast8
+            send(self.targets[0] + offset, words)
             return
+        store = ptx.store16_relaxed_sys if four else ptx.store8_relaxed_sys
         for target in self.targets:
-            ptx.store16_relaxed_sys(target + offset, words)
+            store(target + offset, words)
 
 
 def choose(values: Any, index: Any) -> Any:

@@ -135,6 +135,11 @@ def store16_relaxed_sys(address: Any, words: Any, offset: int = 0) -> None:
     asm(code, [], address, *words)
 
 
+def store8_relaxed_sys(address: Any, words: Any) -> None:
+    """Two words to memory that another GPU reads or writes."""
+    asm("st.relaxed.sys.global.v2.b32 [$0], {$1,$2};", [], address, *words)
+
+
 def store4_relaxed_sys(address: Any, word: Any) -> None:
     """One word to memory that the host reads."""
     asm("st.relaxed.sys.global.b32 [$0], $1;", [], address, word)
@@ -147,6 +152,12 @@ def multicast16(address: Any, words: Any) -> None:
     """
     values = [as_f32(word) for word in words]
     asm("multimem.st.relaxed.sys.global.v4.f32 [$0], {$1,$2,$3,$4};", [], address, *values)
+
+
+def multicast8(address: Any, words: Any) -> None:
+    """Two words to every GPU of a multicast address."""
+    values = [as_f32(word) for word in words]
+    asm("multimem.st.relaxed.sys.global.v2.f32 [$0], {$1,$2};", [], address, *values)
 
 
 # Shared memory. -----------------------------------------------------------------------------------
@@ -167,9 +178,9 @@ def shared_store4(address: Any, word: Any, offset: int = 0) -> None:
     asm(f"st.shared.b32 [$0+{offset}], $1;", [], address, word)
 
 
-def shared_load_f32(address: Any) -> Any:
+def shared_load_f32(address: Any, offset: int = 0) -> Any:
     """One Float32."""
-    return asm("ld.shared.f32 $0, [$1];", [Float32], address)
+    return asm(f"ld.shared.f32 $0, [$1+{offset}];", [Float32], address)
 
 
 def shared_store_f32(address: Any, value: Any) -> None:
@@ -196,6 +207,23 @@ def store_async(address: Any, values: Any, barrier: Any, cta: Any, lane: Any, li
         f" [place], {content}, [there]; }}"
     )
     asm(code, [], address, barrier, cta, lane, *values, Int32(limit))
+
+
+def map_shared(address: Any, cta: Any) -> Any:
+    """The same place in the shared memory of CTA `cta` of the cluster."""
+    return asm("mapa.shared::cluster.u32 $0, $1, $2;", [Int32], address, cta, pure=True)
+
+
+def store_async_mapped(
+    place: Any, offset: int, values: Any, barrier: Any, lane: Any, limit: int
+) -> None:
+    """Four Float32 to `place` + offset, by lanes below `limit`; both addresses are mapped ones."""
+    code = (
+        f"{{ .reg .pred p; setp.lt.s32 p, $2, {limit};"
+        " @p st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32"
+        f" [$0+{offset}], {{$3,$4,$5,$6}}, [$1]; }}"
+    )
+    asm(code, [], place, barrier, lane, *values)
 
 
 def bulk_load(target: Any, source: Any, size: Any, barrier: Any) -> None:
@@ -329,6 +357,11 @@ def shuffle_xor(value: Any, mask: int) -> Any:
     """The value of lane (own xor mask)."""
     code = f"shfl.sync.bfly.b32 $0, $1, {mask}, 31, -1;"
     return asm(code, [Float32], value)
+
+
+def shuffle_down(value: Any, distance: int) -> Any:
+    """The Float32 of lane (own + distance); the own one where that is beyond the warp."""
+    return asm(f"shfl.sync.down.b32 $0, $1, {distance}, 31, -1;", [Float32], value)
 
 
 def shuffle_from(value: Any, lane: Any) -> Any:
