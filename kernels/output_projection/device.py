@@ -166,7 +166,8 @@ class Fused(Projection):
         )  # fmt: skip
         if tid == 0:
             ptx.barrier_init(base, 1)
-            ptx.barrier_init(base + Int32(UPPER_THERE), 1)
+            if cutlass.const_expr(self.config.k > REGISTER_K):
+                ptx.barrier_init(base + Int32(UPPER_THERE), 1)
             ptx.barrier_init_fence()
         if consumes:
             if tid == FUSED_THREADS - 1:
@@ -180,12 +181,8 @@ class Fused(Projection):
             self.produce(given, base, cta, warp, lane, tid)
             if consumes:
                 ptx.named_barrier_arrive(PUBLISHED, FUSED_THREADS)
-                ptx.cluster_wait()
-        else:
-            if consumes:
-                self.consume(given, base, row, token, place, tid - PRODUCER_THREADS)
-            else:
-                ptx.wait_for_predecessor()
+        elif consumes:
+            self.consume(given, base, row, token, place, tid - PRODUCER_THREADS)
 
     def produce(self, given: Any, base: Any, cta: Any, warp: Any, lane: Any, tid: Any) -> None:
         """64 output columns of all tokens: load W, wait for x, multiply, publish."""

@@ -52,6 +52,11 @@ class Shared:
         return min(groups, 4 if self.config.k == REGISTER_K else 2)
 
     @property
+    def reuses(self) -> bool:
+        """Whether a buffer of x takes a second group."""
+        return self.config.m > self.buffers * self.tokens
+
+    @property
     def upper(self) -> int:
         """Columns of W beyond the registers."""
         return HEADER

@@ -71,7 +71,8 @@ class Producer(Projection):
         if tid == 0:
             for buffer in cutlass.range_constexpr(shared.buffers):
                 ptx.barrier_init(base + Int32(8 * buffer), 1)
-            ptx.barrier_init(base + Int32(UPPER_THERE), 1)
+            if cutlass.const_expr(self.config.k > REGISTER_K):
+                ptx.barrier_init(base + Int32(UPPER_THERE), 1)
             ptx.barrier_init_fence()
         ptx.cluster_arrive()
         engine = Stationary(self.config.k, lane, warp, self.config.packed)
@@ -87,7 +88,6 @@ class Producer(Projection):
         if tid == 32:
             self.count_call(given, base, cta)
             ptx.allow_successor()
-        cute.arch.sync_threads()
         if cutlass.const_expr(self.config.k > REGISTER_K):
             ptx.barrier_wait(base + Int32(UPPER_THERE), 0)
         target = self.target(given, cta)
@@ -99,15 +99,17 @@ class Producer(Projection):
             last = given.m - 1 - group * Int32(GROUP)
             sums = Stationary.products(engine, x, base + Int32(shared.upper), 2, last)
             more = group + shared.buffers < groups
-            if more:
-                ptx.cluster_arrive()
+            if cutlass.const_expr(shared.reuses):  # noqa: SIM102 - static, then dynamic
+                if more:
+                    ptx.cluster_arrive()
             Stationary.store_sums(engine, sums, base + Int32(shared.sums), GROUP)
             cute.arch.sync_threads()
             self.publish(given, base, cta, tid, group * Int32(GROUP), target)
-            if more:
-                ptx.cluster_wait()
-                if warp == 0:
-                    self.stage_group(given, base, group + shared.buffers, cta, lane)
+            if cutlass.const_expr(shared.reuses):  # noqa: SIM102
+                if more:
+                    ptx.cluster_wait()
+                    if warp == 0:
+                        self.stage_group(given, base, group + shared.buffers, cta, lane)
             # The sums of the next group overwrite those that are being read.
             cute.arch.sync_threads()
 
@@ -198,8 +200,6 @@ class Consumer:
                 slots = given.mailbox + parity * Int64(box.one_shot_parity)
                 reduced = collect(config, given, slots, token, bytes_of(column))
             Stream.finish(stream, row, reduced)
-        else:
-            ptx.wait_for_predecessor()
 
     @cute.jit
     def reduce_owned(

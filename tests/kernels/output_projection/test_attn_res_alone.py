@@ -9,9 +9,12 @@ import pytest
 from exchange import core, same, store
 from k3fuse.kernels.attn_res.builder import BUILDER
 from k3fuse.kernels.attn_res.cases import step
-from k3fuse.kernels.check import run_sequence
+from k3fuse.kernels.build.compile import Built
+from k3fuse.kernels.check import Launch, run_sequence
 from k3fuse.kernels.check.case import Step
 from k3fuse.kernels.common.tolerances import compare
+from k3fuse.kernels.simulator import SimulationError
+from scaled import sites
 
 pytest.importorskip("cutlass")
 
@@ -31,7 +34,10 @@ def ran(m: int, blocks: int, tokens: int = 0, **config: int) -> tuple[Step, Any]
     return made, report
 
 
-@pytest.mark.parametrize("blocks", [0, 8])
+NIGHTLY = pytest.param(0, marks=pytest.mark.nightly)
+
+
+@pytest.mark.parametrize("blocks", [NIGHTLY, 8])
 def test_figures(blocks: int) -> None:
     _, one = ran(1, blocks)
     assert one.bytes_requested == one.bytes_needed
@@ -48,7 +54,7 @@ def bits_alone(blocks: int, **config: int) -> None:
     assert all(same(a, b) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("blocks", [0, 8])
+@pytest.mark.parametrize("blocks", [NIGHTLY, 8])
 def test_a_lone_token_has_the_bits_it_has_where_two_share_weights(blocks: int) -> None:
     bits_alone(blocks)
 
@@ -61,3 +67,30 @@ def test_every_form(form: str, blocks: int, tokens: int) -> None:
     ran(8, blocks, tokens, **FORMS[form])
     ran(tokens, blocks, **FORMS[form])
     bits_alone(blocks, **FORMS[form])
+
+
+def what_is_found(built: Built) -> str:
+    """Races and wrong orders of two tokens behind a kernel that writes their deltas."""
+    before = step(BUILDER.variant("sm_103a", {"m": 2, "blocks": 0}, {}), 2)
+    made = step(built.variant, 1)
+    first, values = dict(before.launches[0].ranks[0]), dict(made.launches[0].ranks[0])
+    first["out"] = values["delta"]
+    # Equal scores and a block that cancels: the wait for the squares is taken, too.
+    total = values["prefix"].float() + before.outputs[0].expected.float()
+    values["score_proj"].zero_()
+    values["block0"].copy_(-total * (1 + 2**-7))
+    launches = [Launch(before.launches[0].kernel, [first]), Launch(built, [values])]
+    try:
+        report = run_sequence(launches, races=True, cache=store())
+    except SimulationError as error:
+        return str(error)
+    return "; ".join(report.races or ())
+
+
+@pytest.mark.nightly
+def test_nothing_can_be_left_out() -> None:
+    built = store().get(BUILDER.variant("sm_103a", {"m": 2, "blocks": 1}, {}))
+    assert what_is_found(built) == ""
+    found = sites(built)
+    assert len(found) == 17
+    assert [text for text, mutated in found if not what_is_found(mutated)] == []

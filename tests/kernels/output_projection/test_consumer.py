@@ -57,8 +57,15 @@ def test_every_form_everywhere(form: str, tp: int, blocks: int, two_shot: int) -
     check(problem, partials)
 
 
-@pytest.mark.parametrize("tp", [8, 16])
-@pytest.mark.parametrize("multicast", [0, 1])
+@pytest.mark.parametrize(
+    ("tp", "multicast"),
+    [
+        (8, 0),
+        pytest.param(8, 1, marks=pytest.mark.nightly),
+        pytest.param(16, 0, marks=pytest.mark.nightly),
+        (16, 1),
+    ],
+)
 def test_two_shot_gives_the_bits_of_one_shot(tp: int, multicast: int) -> None:
     found = []
     for two_shot in (0, 1):
