@@ -42,19 +42,42 @@ def test_every_form(form: str) -> None:
     check(problem, partials)
 
 
+MIXES = {
+    "delta": {}, "block write": {"prefix": 0}, "final": {"round_mix": 1}, "mix alone": {"norm": 0},
+    "final block write": {"prefix": 0, "round_mix": 1},
+}  # fmt: skip
+# Exchanges of sums take 1, 2 or 4 quads: up to 2, 4 and 8 blocks.
+EVERYWHERE = [{**mix, "blocks": nb} for mix in MIXES.values() for nb in (0, 1, 2, 3, 4, 5, 8)]
+EVERYWHERE += [form for name, form in FORMS.items() if "add" in name]
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("tp", [8, 16])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("blocks", [0, 1, 2, 3, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize("form", EVERYWHERE, ids=str)
 @pytest.mark.parametrize("two_shot", [0, 1])
-def test_every_form_everywhere(form: str, tp: int, blocks: int, two_shot: int) -> None:
-    if "add" in form and blocks:
-        pytest.skip("add + RMSNorm has no blocks")
-    chosen = FORMS[form] if "add" in form else {**FORMS[form], "blocks": blocks}
-    variant, problem = consumer_problem(tp, 3, two_shot=two_shot, **chosen)
-    partials = problem.random_partials(blocks)
+def test_every_form_everywhere(form: dict[str, int], tp: int, two_shot: int) -> None:
+    variant, problem = consumer_problem(tp, 2, two_shot=two_shot, **form)
+    partials = problem.random_partials(form["blocks"] + 1)
     consume(variant, problem, partials)
     check(problem, partials)
+
+
+# A one-shot consumer publishes nothing, so the back-end makes no difference to it.
+@pytest.mark.nightly
+@pytest.mark.parametrize("tp", [8, 16])
+@pytest.mark.parametrize("m", [1, 2, 3, 4, 5, 7, 8, 15, 16, 31, 32, 63, 64])
+def test_every_batch(tp: int, m: int) -> None:
+    found = []
+    for two_shot, multicast in ((0, 1), (1, 1), (1, 0)):
+        tuning = {"two_shot": two_shot, "multicast": multicast}
+        variant, problem = consumer_problem(tp, m, blocks=1, **tuning)
+        partials = problem.random_partials(m)
+        consume(variant, problem, partials)
+        check(problem, partials)
+        found.append(problem)
+    for other in found[1:]:
+        assert same(found[0].out[0], other.out[0])
+        assert same(found[0].new_prefix[0], other.new_prefix[0])
 
 
 @pytest.mark.parametrize(

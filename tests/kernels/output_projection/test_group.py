@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
-from exchange import K, alone, check, core, kernel, same, store
+from exchange import K, alone, check, core, kernel, store
 from k3fuse.kernels.build.variant import Variant
 from k3fuse.kernels.check import run_sequence
 from k3fuse.kernels.common.mailbox import HIDDEN
@@ -35,8 +37,8 @@ def stages(tp: int, m: int, max_m: int, **tuning: int) -> list[Variant]:
     return [kernel(stage, tp, m, max_m=max_m, **tuning) for stage in (PRODUCER, CONSUMER)]
 
 
-def figures(tp: int, m: int, reports: tuple[object, ...], two_shot: int = 0) -> None:
-    """Instructions and bytes of a fair run, polls counted once."""
+def figures(tp: int, m: int, reports: tuple[object, ...]) -> tuple[int, int, int]:
+    """Instructions a rank, and bytes read and needed by all, of a fair run; polls count once."""
     instructions = sum(core(report) for report in reports)
     assert instructions <= UPSTREAM[tp, m]
     requested = distinct = 0
@@ -47,6 +49,7 @@ def figures(tp: int, m: int, reports: tuple[object, ...], two_shot: int = 0) -> 
                 requested += part.distinct if name == "mailbox" else part.requested
                 distinct += part.distinct
     assert requested / distinct <= BYTES.get(m, 1.25)
+    return int(instructions), requested // tp, distinct // tp
 
 
 def run(
@@ -121,38 +124,43 @@ def test_a_rank_that_is_late_at_every_kernel_boundary() -> None:
     assert ended[3] > max(ended[r] for r in range(4, 8))
 
 
+# The whole op on all ranks. Above M = 8 the stages share nothing but the mailbox, so every batch
+# of a producer, with either back-end, is in test_projection.py, and every batch of a consumer,
+# one-shot and two-shot, with either back-end, in test_consumer.py; here they meet.
 @pytest.mark.nightly
 @pytest.mark.parametrize("tp", [8, 16])
-@pytest.mark.parametrize("m", [1, 2, 3, 4, 5, 7, 8, 15, 16, 31, 32, 63, 64])
-@pytest.mark.parametrize("multicast", [0, 1])
-def test_every_batch(tp: int, m: int, multicast: int) -> None:
+@pytest.mark.parametrize(
+    ("m", "multicast"),
+    [(m, c) for m in (1, 2, 3, 4, 5, 7, 8, 15) for c in (0, 1)]
+    + [(m, 1) for m in (16, 31, 32, 63, 64)],
+)
+def test_every_batch(
+    tp: int, m: int, multicast: int, record_property: Callable[[str, object], None]
+) -> None:
     two_shot = int(m >= (33 if tp == 8 else 17))
-    problem, reports = run(tp, m, multicast=multicast, two_shot=two_shot)
+    _, reports = run(tp, m, multicast=multicast, two_shot=two_shot)
     if (tp, m) in UPSTREAM and multicast:
-        figures(tp, m, reports)
-    if m > 8:
-        other, _ = run(tp, m, multicast=multicast, two_shot=1 - two_shot)
-        assert same(problem.out[0], other.out[0])
+        record_property("instructions, read, needed", figures(tp, m, reports))
 
 
+# Forms differ in the consumer, which the fused kernel has inside; test_consumer.py has the rest.
 @pytest.mark.nightly
 @pytest.mark.parametrize("tp", [8, 16])
-@pytest.mark.parametrize("m", [1, 5, 20])
-@pytest.mark.parametrize("blocks", [-1, 0, 1, 4])
+@pytest.mark.parametrize("blocks", [-1, 0, 1, 4, 8])
 @pytest.mark.parametrize("prefix", [0, 1])
-@pytest.mark.parametrize("round_mix", [0, 1])
-def test_every_form(tp: int, m: int, blocks: int, prefix: int, round_mix: int) -> None:
-    if blocks < 0 and not prefix:
-        pytest.skip("add + RMSNorm has a residual")
-    run(tp, m, blocks=blocks, prefix=prefix, round_mix=round_mix)
+@pytest.mark.parametrize("rounded", [0, 1])
+def test_every_form(tp: int, blocks: int, prefix: int, rounded: int) -> None:
+    # add + RMSNorm always has a residual, and a second rounding in its place.
+    tuning = {"round_before": prefix, "prefix": 1} if blocks < 0 else {"prefix": prefix}
+    run(tp, 2, blocks=blocks, round_mix=rounded, multicast=(blocks + prefix) % 2, **tuning)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("tp", [8, 16])
-@pytest.mark.parametrize("m", [1, 8, 20])
+@pytest.mark.parametrize("m", [1, 8, 12])
 @pytest.mark.parametrize("seed", [1, 2, 3, 4, 5])
 def test_random_schedules(tp: int, m: int, seed: int) -> None:
-    run(tp, m, seed=seed, two_shot=int(m > 8))
+    run(tp, m, seed=seed, two_shot=int(m > 8), multicast=seed % 2)
 
 
 @pytest.mark.nightly

@@ -57,6 +57,21 @@ def test_partials_of_many_tokens(tp: int, m: int) -> None:
     assert traffic[0, "x", 0, "read"].requested == 16 * m * K[tp] * 2
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("tp", [8, 16])
+@pytest.mark.parametrize("m", [1, 2, 3, 4, 5, 7, 8, 15, 16, 31, 32, 63, 64])
+def test_every_batch(tp: int, m: int) -> None:
+    x, weight = operands(m, K[tp], seed=m)
+    layout = Mailbox(tp, max_m=m)
+    multicast, _ = publish(x, weight, tp=tp, rank=3, multicast=1)
+    peers, _ = publish(x, weight, tp=tp, rank=3, multicast=0)
+    owned, _ = publish(x, weight, tp=tp, rank=3, two_shot=1)
+    got = partial_of(multicast[3], layout, 3, m)
+    assert compare(got, expected(x, weight), tolerance(BF16, K[tp])).ok
+    assert all(same(partial_of(box, layout, 3, m), got) for box in peers)
+    assert same(owned_partial(owned, layout, 3, m), got)
+
+
 @pytest.mark.parametrize("tp", [8, 16])
 def test_two_shot_sends_each_owner_its_columns(tp: int) -> None:
     x, weight = operands(5, K[tp], seed=1)
