@@ -13,6 +13,7 @@ from k3fuse.kernels.attention_projection.op import attention_projection
 from k3fuse.kernels.attention_projection.policy import TABLE
 from k3fuse.patterns import symbols as s
 from k3fuse.patterns.compose import replacement
+from k3fuse.patterns.moe import tp_group
 from k3fuse.patterns.output_projection import Projected, projected
 from k3fuse.patterns.policy import pick
 from k3fuse.rewriter.guards import Guard
@@ -64,8 +65,9 @@ class AttentionProjection(Pattern):
     )
 
     def find(self, view: GraphView) -> Iterator[Site | NearMiss]:
-        """From each output projection back to the residual row it came from."""
+        """From each output projection back to the residual row it came from; then cut graphs."""
         rows = residual_rows(view)
+        taken: set[fx.Node] = set()
         for end in output_projections(view):
             inside, reached = _slice_back(view, end.linear.x, rows)
             if not reached:
@@ -81,26 +83,30 @@ class AttentionProjection(Pattern):
                     ),
                 )
                 continue
+            taken.update(reached)
+            size = 1 if end.reduce is None else end.reduce.size
+            group = end.reduce.group if end.reduce is not None else ""
             for row in reached:
-                site = self._site(view, row, inside, end)
+                site = self._site(view, row, inside, size, group)
+                if site is not None:
+                    yield site
+        for row in sorted(set(rows) - taken, key=view.index.__getitem__):
+            ahead = _slice_to_output(view, row, rows)
+            if ahead and _normalises_a_part(view, ahead, _linears_of(view, row, ahead)):
+                group, size = tp_group(view)
+                site = self._site(view, row, ahead, size, group)
                 if site is not None:
                     yield site
 
     def _site(
-        self, view: GraphView, row: fx.Node, inside: set[fx.Node], end: Projected
+        self, view: GraphView, row: fx.Node, inside: set[fx.Node], size: int | None, group: str
     ) -> Site | None:
-        linears = [
-            f
-            for u in view.users(row)
-            if u in inside and (f := view.find(Linear, u)) and view.same(f.x, row)
-        ]
-        linears = sorted({f.out: f for f in linears}.values(), key=lambda f: view.index[f.out])
+        linears = _linears_of(view, row, inside)
         if not linears:
             return None
-        kind = _kind(view, row, inside, linears)
+        kind = _kind(view, inside, linears)
         x = min((f.x for f in linears), key=view.index.__getitem__)
         total: Any = sum(f.n for f in linears)
-        size = 1 if end.reduce is None else end.reduce.size
         values = {
             s.M: s.value(shape_of(linears[0].out)[0]),
             s.K: s.value(linears[0].k),
@@ -123,7 +129,7 @@ class AttentionProjection(Pattern):
             {"x": x, "weights": [f.weight for f in linears]},
             tuple(f.out for f in linears),
             values,
-            facts=(linears, end.reduce.group if end.reduce is not None else ""),
+            facts=(linears, group),
         )
 
     def replacement(self, site: Site, view: GraphView, target: Target) -> Replacement:
@@ -199,7 +205,34 @@ def _slice_back(
     return inside, sorted(reached, key=view.index.__getitem__)
 
 
-def _kind(view: GraphView, row: fx.Node, inside: set[fx.Node], linears: list[Linear]) -> str:
+def _slice_to_output(view: GraphView, row: fx.Node, rows: dict[fx.Node, str]) -> set[fx.Node]:
+    """Nodes between a residual row and the graph's end; empty where another residual row follows.
+
+    An engine that splits its graph at attention has the projections in one graph and the output
+    projection in the next. A row that reaches only the graph's end, without a residual row on the
+    way, is such an entry; an MLP's row reaches the next residual row.
+    """
+    ahead: set[fx.Node] = set()
+    stack = list(view.users(row))
+    while stack:
+        node = stack.pop()
+        if node in ahead or node.op == "output":
+            continue
+        if node in rows or view.find(AllReduce, node) is not None:
+            return set()
+        ahead.add(node)
+        stack.extend(node.users)
+    return ahead
+
+
+def _linears_of(view: GraphView, row: fx.Node, inside: set[fx.Node]) -> list[Linear]:
+    """Return the linears among `inside` that read `row`, in graph order."""
+    found = (view.find(Linear, u) for u in view.users(row) if u in inside)
+    unique = {f.out: f for f in found if f is not None and view.same(f.x, row)}
+    return sorted(unique.values(), key=lambda f: view.index[f.out])
+
+
+def _kind(view: GraphView, inside: set[fx.Node], linears: list[Linear]) -> str:
     """KDA or MLA, read off the attention core's structure.
 
     A latent attention normalises a part of what it projects (q_a, kv_a) and projects it again; KDA
@@ -210,8 +243,11 @@ def _kind(view: GraphView, row: fx.Node, inside: set[fx.Node], linears: list[Lin
     )
     if "kda" in names:
         return "kda"
-    if "mla" in names:
-        return "mla"
+    return "mla" if "mla" in names or _normalises_a_part(view, inside, linears) else "kda"
+
+
+def _normalises_a_part(view: GraphView, inside: set[fx.Node], linears: list[Linear]) -> bool:
+    """Whether a norm among `inside` reads a projected row or a slice of one."""
     outs = {f.out for f in linears}
     norms = [n for n in inside if op_of(n) in RmsNorm.anchors]
     for norm in (found for n in norms if (found := view.find(RmsNorm, n)) is not None):
@@ -221,5 +257,5 @@ def _kind(view: GraphView, row: fx.Node, inside: set[fx.Node], linears: list[Lin
         if source in outs or (
             view.canon(source).op == "slice" and view.strip(view.canon(source).inputs[0]) in outs
         ):
-            return "mla"
-    return "kda"
+            return True
+    return False

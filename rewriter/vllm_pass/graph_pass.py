@@ -1,18 +1,21 @@
-"""The rewrite as a post-grad pass of vLLM's own compile (mode 3)."""
+"""The rewrite as a post-grad pass of vLLM's own compile (mode 3).
+
+vLLM imports this package in every process, whether k3fuse was asked for or not: what the pass needs
+is imported when it runs.
+"""
 
 from __future__ import annotations
 
 import logging
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
 from vllm.compilation.passes.inductor_pass import InductorPass
 
-from k3fuse.rewriter import backend
-from k3fuse_vllm.routes import MAX_TOKENS, Decision
-from k3fuse_vllm.settings import Route, Settings
-from k3fuse_vllm.versions import decision_digest
+if TYPE_CHECKING:
+    from k3fuse_vllm.routes import Decision
+    from k3fuse_vllm.settings import Settings
 
 log = logging.getLogger("k3fuse")
 
@@ -26,6 +29,9 @@ class DecodePass(InductorPass):  # type: ignore[misc]
 
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite one piece in place; a refused engine's pieces stay as they are."""
+        from k3fuse.rewriter import backend
+        from k3fuse_vllm.settings import Route
+
         settings, decision = _wish()
         module = graph.owning_module
         if settings is None:
@@ -46,10 +52,14 @@ class DecodePass(InductorPass):  # type: ignore[misc]
         With "compile_ranges_endpoints": [64] the ranges are (1, 64) and (65, max). A single range
         (1, max) is taken: each op then chooses by its batch when it runs.
         """
+        from k3fuse_vllm.routes import MAX_TOKENS
+
         return int(compile_range.start) <= MAX_TOKENS
 
     def uuid(self) -> str:
         """Part of Inductor's and vLLM's cache keys: versions, sources, options, target."""
+        from k3fuse_vllm.versions import decision_digest
+
         settings, decision = _wish()
         target = settings.options.target if settings is not None else None
         given = {**settings.given, "active": decision.active} if settings is not None else {}
@@ -73,7 +83,12 @@ def set_engine(settings: Settings, decision: Decision) -> None:
 
 def _wish() -> tuple[Settings | None, Decision]:
     """Settings and decision of this process's engine."""
-    return _ENGINE[0] if _ENGINE else (None, Decision(Route.NONE))
+    if _ENGINE:
+        return _ENGINE[0]
+    from k3fuse_vllm.routes import Decision
+    from k3fuse_vllm.settings import Route
+
+    return None, Decision(Route.NONE)
 
 
 @lru_cache(maxsize=64)

@@ -17,6 +17,7 @@ from typing import Any
 from k3fuse.rewriter.inspecting import merge
 from k3fuse.rewriter.reasons import Code, Reason
 from k3fuse.rewriter.report import Report, grouped_reasons
+from k3fuse_vllm import experts
 from k3fuse_vllm.facts import Facts
 from k3fuse_vllm.processes import rank
 from k3fuse_vllm.routes import Decision
@@ -140,6 +141,7 @@ class Record:
             "reasons": [r.to_json() for r in self.decision.reasons],
             "notes": list(self.decision.notes),
             "graphs": len(reports),
+            "experts": experts.report(self.config),
             "report": None,
         }
         if regions is not None:

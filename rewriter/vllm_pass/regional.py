@@ -79,9 +79,9 @@ class Regions:
         return self.modules
 
     def reach(self, runner: Any) -> None:
-        """Run one small step, so that every layer compiles before CUDA graphs are captured."""
+        """Run small steps, so that every layer compiles before CUDA graphs are captured."""
         if self.modules and not self.refused:
-            runner._dummy_run(FIRST_TOKENS)
+            small_steps(runner)
 
     def totals(self) -> dict[str, int]:
         """Return accepted sites by pattern over all modules, each graph counted for its users."""
@@ -158,6 +158,16 @@ class Regions:
             return result
 
         owner.attn_res = attn_res
+
+
+def small_steps(runner: Any) -> None:
+    """Run two decode-sized steps through one of vLLM's model runners.
+
+    A model whose code asks whether there is one token (copying into a slice does) gets graphs of
+    its own for one; Kimi K3's layers run the graphs of the first step.
+    """
+    runner._dummy_run(FIRST_TOKENS)
+    runner._dummy_run(1)
 
 
 class _Twin:

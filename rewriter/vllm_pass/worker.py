@@ -21,6 +21,7 @@ from k3fuse.rewriter.reasons import Code, Reason
 from k3fuse_vllm.facts import Facts
 from k3fuse_vllm.processes import group_sizes, rank
 from k3fuse_vllm.record import Outcome, Record
+from k3fuse_vllm.regional import small_steps
 from k3fuse_vllm.routes import Decision, decide
 from k3fuse_vllm.settings import OWN, Route, Settings
 
@@ -103,9 +104,12 @@ class Watch:
             self.regions.compile(self.worker.model_runner.model)
 
     def _before_warm_up(self) -> None:
-        # Compiled here, so that no CUDA graph capture meets a cold layer.
+        # Compiled here, so that no CUDA graph capture and no request meets a cold layer.
         if self.regions is not None:
             self.regions.reach(self.worker.model_runner)
+        elif self.decision.active and self.facts.mode == 1:
+            # The profiling step compiled for its own count alone, which is none of a decode step.
+            small_steps(self.worker.model_runner)
 
     def _finish(self) -> None:
         """Say what happened, keep it, and compare it with the other ranks."""

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,19 @@ LIMIT = 600  # seconds of one engine, from start to tokens
 
 @dataclass(frozen=True)
 class Run:
-    """What one engine process left: exit code, tokens (None where it failed), log, report."""
+    """What one engine process left: exit code, log, report, and what offline.py prints.
+
+    tokens and what follows are None where it failed; seconds: from the request to its end.
+    """
 
     code: int
-    tokens: Any
-    start_seconds: float
     log: str
+    tokens: Any
+    start_seconds: float | None
+    cpu_seconds: float | None
+    modules: list[str] | None
+    experts: dict[str, Any] | None
+    seconds: float
     report: dict[str, Any] | None
 
     @property
@@ -47,6 +54,11 @@ class Run:
 def environment(folder: Path, adapt: str, extra: Mapping[str, str]) -> dict[str, str]:
     """Environment of an engine with caches of its own."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("K3FUSE_", "VLLM_", "PYTEST"))}
+    # What vLLM asks a process of its own about the model, ten seconds each time: shared.
+    (infos := folder.parent / "modelinfos").mkdir(parents=True, exist_ok=True)
+    (folder / "vllm").mkdir(parents=True, exist_ok=True)
+    if not (link := folder / "vllm" / "modelinfos").is_symlink():
+        link.symlink_to(infos)
     return {
         **kept,
         "OMP_NUM_THREADS": "1",
@@ -95,12 +107,57 @@ class _lock:
 Engine = Callable[..., Run]
 
 
-@pytest.fixture(scope="session")
-def engine(base: Path, model: Path) -> Engine:
-    """engine(name, arguments, adapt=..., caches=..., env=..., spawn=...): run once, kept by name.
+class Launcher:
+    """One process that has imported vLLM and forks an engine a request; started on first use."""
 
-    adapt: what tests/vllm/plugin does to the CPU platform. caches: name of the cache folder, so
-    that a second run finds the first one's. One process unless `spawn` or two ranks ask for more.
+    def __init__(self, log: Path) -> None:
+        self.log = log
+        self.process: subprocess.Popen[str] | None = None
+
+    def run(self, request: Mapping[str, Any]) -> int:
+        """Exit code of the engine."""
+        if self.process is None or self.process.poll() is not None:
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            self.process = subprocess.Popen(
+                [sys.executable, str(HERE / "launcher.py")],
+                env=environment(self.log.parent / "launcher", "", {}),
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log.open("a"), text=True,
+            )  # fmt: skip
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        assert answer, self.log.read_text()[-3000:]
+        return int(json.loads(answer)["code"])
+
+    def close(self) -> None:
+        """End the process: it stops where its input ends."""
+        if self.process is not None and self.process.stdin is not None:
+            self.process.stdin.close()
+            try:
+                self.process.wait(10)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+
+@pytest.fixture(scope="session")
+def launcher(base: Path) -> Iterator[Launcher]:
+    """The launcher of this test process."""
+    name = os.environ.get("PYTEST_XDIST_WORKER", "main")
+    found = Launcher(base / f"launcher_{name}.log")
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="session")
+def engine(base: Path, model: Path, launcher: Launcher) -> Engine:
+    """engine(name, arguments, adapt=..., caches=..., env=...): run once, kept by name.
+
+    adapt: what tests/vllm_engine/plugin does to the CPU platform. caches: name of the cache folder,
+    so that a second run finds the first one's. The engine core is in the process of the engine, one
+    rank is, too; more ranks are forks of it.
     """
 
     def run(
@@ -110,7 +167,6 @@ def engine(base: Path, model: Path) -> Engine:
         adapt: str = "cuda_ops,fallback",
         caches: str = "",
         env: Mapping[str, str] | None = None,
-        spawn: bool = False,
     ) -> Run:
         folder, kept = base / (caches or name), base / f"{name}.json"
         # vLLM's cache keys hold all of additional_config: the same file name for the same caches.
@@ -119,11 +175,21 @@ def engine(base: Path, model: Path) -> Engine:
             if not kept.exists():
                 report.unlink(missing_ok=True)
                 two = arguments.get("tensor_parallel_size", 1) > 1
-                extra = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if two else {}
-                if not (two or spawn):
-                    extra["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+                extra = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+                if two:
+                    extra |= {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+                    adapt = f"{adapt},fork"
                 extra |= dict(env or {})
-                document = _run(folder, model, _reporting(arguments, report), adapt, extra)
+                log = base / f"{name}.log"
+                request = {
+                    "env": environment(folder, adapt, extra),
+                    "log": str(log),
+                    "arguments": [str(model), json.dumps(_reporting(arguments, report))],
+                    "limit": LIMIT,
+                }
+                start = time.monotonic()
+                document = _outcome(launcher.run(request), log.read_text())
+                document["seconds"] = round(time.monotonic() - start, 1)
                 document["report"] = json.loads(report.read_text()) if report.exists() else None
                 kept.write_text(json.dumps(document))
             return Run(**json.loads(kept.read_text()))
@@ -133,30 +199,19 @@ def engine(base: Path, model: Path) -> Engine:
 
 def _reporting(arguments: Mapping[str, Any], report: Path) -> dict[str, Any]:
     """The arguments, with the report file named where k3fuse is asked for."""
-    found = json.loads(json.dumps(arguments))
+    found: dict[str, Any] = json.loads(json.dumps(arguments))
     asked = found.get("additional_config", {}).get("k3fuse")
     if isinstance(asked, dict):
         asked["report"] = str(report)
     return found
 
 
-def _run(
-    folder: Path, model: Path, arguments: Mapping[str, Any], adapt: str, extra: Mapping[str, str]
-) -> dict[str, Any]:
-    command = [sys.executable, str(HERE / "offline.py"), str(model), json.dumps(arguments)]
-    done = subprocess.run(
-        command, env=environment(folder, adapt, extra), capture_output=True, text=True,
-        timeout=LIMIT, check=False,
-    )  # fmt: skip
-    log = done.stdout + done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+def _outcome(code: int, log: str) -> dict[str, Any]:
+    lines = [line for line in log.splitlines() if line.startswith("RESULT ")]
     result = json.loads(lines[0].removeprefix("RESULT ")) if lines else {}
-    return {
-        "code": done.returncode,
-        "tokens": result.get("tokens"),
-        "start_seconds": result.get("start_seconds", 0.0),
-        "log": log,
-    }
+    kept = ("tokens", "start_seconds", "cpu_seconds", "modules", "experts")
+    log = "\n".join(line for line in log.splitlines() if not line.startswith("RESULT "))
+    return {"code": code, "log": log, **{name: result.get(name) for name in kept}}
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ PASS = {"post_grad_custom_post_pass": "k3fuse_vllm.decode_pass"}
 MODE3: dict[str, Any] = {"mode": 3, "compile_sizes": [], "compile_ranges_endpoints": [64]}
 # One output projection and one attention projection a layer. The experts' tail is Kimi K3's alone.
 LAYER_SITES = {"attention_projection": LAYERS, "output_projection": LAYERS}
+GRAPHS = 4
 CUDA_LIKE3 = "mode3,cuda_ops,fallback"
 
 
@@ -42,10 +43,15 @@ def test_regional_gives_the_same_tokens(engine: Any) -> None:
     assert len({t for row in off.tokens for t in row}) > 10  # control: not one constant token
     assert on.sites == LAYER_SITES
     assert on.report["route"] == "regional"
-    assert on.report["graphs"] == 2  # a dense and a MoE layer; the MoE layers share one
-    assert f"{2 * LAYERS} sites in 2 graphs" in on.log
+    # A dense and a MoE layer; the MoE layers share one. Each twice: the copy into a slice asks
+    # whether there is one token.
+    assert on.report["graphs"] == GRAPHS
+    assert f"{2 * LAYERS} sites in {GRAPHS} graphs" in on.log
+    assert on.log.count("k3fuse: torch.compile, 1 layers") == GRAPHS  # none is left for a request
     assert not says(off.log)  # installed, not asked for
+    assert off.modules == ["k3fuse_vllm.graph_pass", "k3fuse_vllm.plugin"]
     assert says(on.log)
+    assert "k3fuse.rewriter.backend" in on.modules
 
 
 def test_regional_on_two_ranks(engine: Any) -> None:
@@ -54,7 +60,7 @@ def test_regional_on_two_ranks(engine: Any) -> None:
     on = engine("regional_tp2", {**two, **asking(**REGION)})
     assert on.tokens == off.tokens, on.log[-3000:]
     assert on.sites == LAYER_SITES
-    assert on.log.count("sites in 2 graphs") == 1  # once a rank set
+    assert on.log.count(f"sites in {GRAPHS} graphs") == 1  # once a rank set
 
 
 def test_two_ranks_that_disagree_fall_back(engine: Any) -> None:
@@ -187,6 +193,6 @@ def test_an_unknown_vllm_runs_stock(engine: Any) -> None:
 def test_http_server(engine: Any, server: Callable[..., tuple[list[int], str]]) -> None:
     flags = ["--enforce-eager", "--additional-config", json.dumps({"k3fuse": REGION})]
     tokens, log = server(flags, PROMPTS[0], TOKENS, "cuda_ops,fallback")
-    assert f"{2 * LAYERS} sites in 2 graphs" in log
+    assert f"{2 * LAYERS} sites in {GRAPHS} graphs" in log
     # Threads of a worker process sum in another order than those of one process.
-    assert tokens == engine("eager_spawned", EAGER, spawn=True).tokens[0]
+    assert tokens == engine("eager_spawned", EAGER).tokens[0]

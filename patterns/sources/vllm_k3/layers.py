@@ -127,12 +127,19 @@ def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def engine(tp: int, layers: int = LAYERS) -> Iterator[Any]:
-    """vLLM's config for the model at `tp`-way tensor parallelism, current while the block runs."""
+def engine(tp: int, layers: int = LAYERS, moe_backend: str = "") -> Iterator[Any]:
+    """vLLM's config for the model at `tp`-way tensor parallelism, current while the block runs.
+
+    moe_backend: "" keeps the experts in BF16; else they are MXFP4, as published, for that backend
+    of vLLM ("auto" for its own choice).
+    """
     arguments = _module("vllm.engine.arg_utils").EngineArgs
     torch.set_default_dtype(torch.bfloat16)
+    text = text_config(layers)
+    if moe_backend:
+        text["quantization_config"] = {"quant_method": "mxfp4"}
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(text_config(layers)), encoding="utf-8")
+        Path(folder, "config.json").write_text(json.dumps(text), encoding="utf-8")
         config = arguments(
             model=folder,
             load_format="dummy",
@@ -144,6 +151,7 @@ def engine(tp: int, layers: int = LAYERS) -> Iterator[Any]:
             enforce_eager=True,
             enable_prefix_caching=False,
             attention_backend="CUTLASS_MLA",
+            moe_backend=moe_backend or "auto",
         ).create_engine_config()
     with _module("vllm.config").set_current_vllm_config(config):
         yield config

@@ -8,6 +8,7 @@ cuda_ops   F.linear, the functional vllm.all_reduce op and the opaque experts op
 fallback   Inductor calls ATen instead of generating C++ (seconds instead of minutes of compiling)
            and keeps every rounding of the graph
 mode1      let the CPU runner compile the model in mode 1, as the GPU runner does
+fork       workers are forks of the engine's process, which has imported everything
 disagree   rank 1 leaves out one pattern
 unknown    a version of vLLM that nobody knows
 """
@@ -99,6 +100,19 @@ def _mode1() -> None:
     CPUModelRunner.load_model = load_model
 
 
+def _fork() -> None:
+    from vllm.platforms import current_platform
+
+    platform = type(current_platform)
+    stock = platform.check_and_update_config.__func__
+
+    def check(cls: Any, config: Any) -> None:
+        stock(cls, config)
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+
+    platform.check_and_update_config = classmethod(check)
+
+
 def _disagree() -> None:
     import torch
 
@@ -125,6 +139,7 @@ STEPS: dict[str, Callable[[], None]] = {
     "cuda_ops": _cuda_ops,
     "fallback": _fallback,
     "mode1": _mode1,
+    "fork": _fork,
     "disagree": _disagree,
     "unknown": _unknown,
 }

@@ -1,0 +1,83 @@
+"""vLLM 0.33's own Kimi K3 experts, read through its layer registry, on meta weights.
+
+`k3_experts.py WHEEL TP BACKEND` prints one JSON line: what k3fuse reads of layer 1. BACKEND "" for
+BF16 experts, else a name of vLLM's MXFP4 backends. A process of its own, as k3_layers.py.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+LAYER = "model.layers.1.block_sparse_moe.experts"
+
+
+def main() -> None:
+    """Build one layer, read it twice: by the engine's registry, and in a forward context."""
+    from k3fuse.patterns.sources.vllm_k3 import environment, layers
+
+    wheel, tp, backend = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    warnings.simplefilter("ignore")
+    environment.prepare(wheel, tp)
+    with layers.engine(tp, moe_backend=backend) as config:
+        layers.init_groups(tp)
+        from k3fuse_vllm import blockers  # imports vLLM
+
+        blockers.prepare()
+        built = layers.build_layers(config, [1])
+        print("RESULT " + json.dumps(_read(config, built)))
+
+
+def _read(config: Any, built: Any) -> dict[str, Any]:
+    from k3fuse.rewriter.reasons import Refusal
+    from k3fuse_vllm import experts
+    from k3fuse_vllm.layer_ref import layer_ref
+
+    (name,) = config.compilation_config.static_all_moe_layers
+    held = built.layers[1].block_sparse_moe.experts.routed_experts
+    layer = experts.survey(config)[name]
+    with built.decode_context([1], 4):
+        running = experts.lookup(layer_ref()(name))
+        try:
+            experts.lookup("model.layers.0.mlp")
+        except Refusal as refusal:
+            missing = str(refusal)
+    return {
+        **layer.describe(),
+        "name": name,
+        "same": all(
+            a is b and a is getattr(held, field)
+            for a, b, field in (
+                (layer.w13, running.w13, "w13_weight"),
+                (layer.w2, running.w2, "w2_weight"),
+                *([(layer.w13_scale, running.w13_scale, "w13_weight_scale")] * layer.packed),
+            )
+        ),
+        "missing": missing,
+        "shapes": {
+            "w13": list(layer.w13.shape),
+            "w2": list(layer.w2.shape),
+            "w13_scale": list(layer.w13_scale.shape) if layer.packed else None,
+            "w2_scale": list(layer.w2_scale.shape) if layer.packed else None,
+            "shared": [list(w.shape) for w in (*layer.shared_gate_up, layer.shared_down)],
+            "bias": [*layer.routing.bias.shape, str(layer.routing.bias.dtype)],
+        },
+        "betas": [layer.beta, layer.linear_beta],
+        "routing": [
+            layer.routing.scoring,
+            layer.routing.renormalise,
+            layer.routing.scale,
+            layer.routing.groups,
+        ],
+        "widths": [layer.width, layer.width_used],
+        "extras": list(layer.extras),
+        "objections": [str(r) for r in experts.objections(layer)],
+        "report": experts.report(config),
+    }
+
+
+if __name__ == "__main__":
+    main()
