@@ -13,6 +13,7 @@ from rich.table import Table
 from k3fuse.rewriter import console
 from k3fuse.rewriter.cli import Failure, _cache, _one_line, _shared
 from k3fuse.rewriter.cli_check import check
+from k3fuse.rewriter.cli_gpu import gpu
 from k3fuse.rewriter.target import Target
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def _what(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.group()
 @click.pass_context
 def kernels(context: click.Context) -> None:
-    """Build, inspect, check and pack kernels; none of it needs a GPU."""
+    """Build, inspect, check and pack kernels; nothing but `gpu` needs a GPU."""
     # A builder or case of one's own may stand in the current folder, as with `python -m`.
     here = str(Path.cwd())
     sys.path.insert(0, here)
@@ -61,6 +62,7 @@ def kernels(context: click.Context) -> None:
 
 
 kernels.add_command(check)
+kernels.add_command(gpu)
 
 
 @kernels.command("list")

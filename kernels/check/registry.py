@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 
 from k3fuse.kernels.build.errors import VariantError
 from k3fuse.kernels.build.variant import BUILDERS
 from k3fuse.kernels.check.case import Case, CheckTarget
+from k3fuse.kernels.check.gpu import Device, GpuCase
 from k3fuse.kernels.common.policy import MAX_M
 from k3fuse.kernels.common.registry import OPS
 
@@ -58,6 +59,21 @@ def cases_of(op: str, target: CheckTarget, m: int) -> tuple[Case, ...]:
             f"policy plans {row.planned or row.kernel} ({launches})"
         )
     return found
+
+
+def gpu_cases_of(op: str, names: Sequence[str] = ()) -> dict[str, Callable[[Device], GpuCase]]:
+    """What `op` can do on a GPU: name -> maker of the case; those of `names`, or all.
+
+    Raises VariantError for an op or a name without one.
+    """
+    with_cases = [o for o in OPS if find_spec(f"k3fuse.kernels.{o}.bench") is not None]
+    if op not in with_cases:
+        raise VariantError(f"op {op!r} has no GPU case; use one of {', '.join(with_cases)}")
+    module = importlib.import_module(f"k3fuse.kernels.{op}.bench")
+    found: Mapping[str, Callable[[Device], GpuCase]] = module.GPU_CASES
+    if wrong := [name for name in names if name not in found]:
+        raise VariantError(f"{op} has no GPU case {wrong[0]!r}; use {', '.join(found)}")
+    return {name: make for name, make in found.items() if not names or name in names}
 
 
 def _function(place: str) -> Cases:

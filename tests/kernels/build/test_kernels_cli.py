@@ -56,7 +56,7 @@ def test_the_group_is_found_by_entry_point() -> None:
     assert "kernels" in shown.stdout
     names = [line.split()[0] for line in call("--help").stdout.partition("Commands:")[2].split("\n")
              if line.strip()]  # fmt: skip
-    assert names == ["bench", "build", "check", "list", "pack", "show"]
+    assert names == ["bench", "build", "check", "gpu", "list", "pack", "show"]
 
 
 def test_list_needs_no_dsl(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,11 +61,10 @@ def test_a_lone_token_has_the_bits_it_has_where_two_share_weights(blocks: int) -
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("blocks", range(9))
-@pytest.mark.parametrize("tokens", [1, 2, 3, 7, 8])
-def test_every_form(form: str, blocks: int, tokens: int) -> None:
-    ran(8, blocks, tokens, **FORMS[form])
-    ran(tokens, blocks, **FORMS[form])
+@pytest.mark.parametrize("blocks", [0, 1, 2, 4, 5, 8])
+def test_every_form(form: str, blocks: int) -> None:
+    for tokens in (2, 3, 7, 8):
+        ran(8, blocks, tokens, **FORMS[form])
     bits_alone(blocks, **FORMS[form])
 
 

@@ -131,8 +131,7 @@ def test_a_rank_that_is_late_at_every_kernel_boundary() -> None:
 @pytest.mark.parametrize("tp", [8, 16])
 @pytest.mark.parametrize(
     ("m", "multicast"),
-    [(m, c) for m in (1, 2, 3, 4, 5, 7, 8, 15) for c in (0, 1)]
-    + [(m, 1) for m in (16, 31, 32, 63, 64)],
+    [(m, c) for m in (1, 2, 3, 4, 5, 7, 8) for c in (1, 0)] + [(15, 0), (16, 1), (32, 1), (64, 1)],
 )
 def test_every_batch(
     tp: int, m: int, multicast: int, record_property: Callable[[str, object], None]
@@ -144,28 +143,29 @@ def test_every_batch(
 
 
 # Forms differ in the consumer, which the fused kernel has inside; test_consumer.py has the rest.
+# What a form does with the row knows neither ranks nor back-end: these take turns.
 @pytest.mark.nightly
-@pytest.mark.parametrize("tp", [8, 16])
 @pytest.mark.parametrize("blocks", [-1, 0, 1, 4, 8])
 @pytest.mark.parametrize("prefix", [0, 1])
 @pytest.mark.parametrize("rounded", [0, 1])
-def test_every_form(tp: int, blocks: int, prefix: int, rounded: int) -> None:
+def test_every_form(blocks: int, prefix: int, rounded: int) -> None:
     # add + RMSNorm always has a residual, and a second rounding in its place.
     tuning = {"round_before": prefix, "prefix": 1} if blocks < 0 else {"prefix": prefix}
-    run(tp, 2, blocks=blocks, round_mix=rounded, multicast=(blocks + prefix) % 2, **tuning)
+    tp, multicast = 8 if (blocks + rounded) % 2 else 16, (blocks + prefix) % 2
+    run(tp, 2, blocks=blocks, round_mix=rounded, multicast=multicast, **tuning)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("tp", [8, 16])
-@pytest.mark.parametrize("m", [1, 8, 12])
-@pytest.mark.parametrize("seed", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize(
+    ("m", "seed"), [*((1, s) for s in (1, 2, 3, 4, 5)), (8, 1), (8, 2), (10, 1), (10, 2)]
+)
 def test_random_schedules(tp: int, m: int, seed: int) -> None:
     run(tp, m, seed=seed, two_shot=int(m > 8), multicast=seed % 2)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("tp", [8, 16])
-@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize(("tp", "seed"), [(8, 1), (16, None)])
 def test_layers_of_all_ranks(tp: int, seed: int | None) -> None:
     layout = config_of(stages(tp, 64, 64)[0]).box
     boxes = mailboxes(layout, tp)

@@ -46,15 +46,15 @@ def test_producer_and_consumer(arch: str, tp: int, two_shot: int) -> None:
 @pytest.mark.parametrize("tp", [8, 16])
 @pytest.mark.parametrize("stage", [FUSED, CONSUMER])
 def test_every_consumer(arch: str, blocks: int, tp: int, stage: int) -> None:
-    for multicast in (0, 1):
-        for two_shot in (0, 1) if stage == CONSUMER else (0,):
-            for timeout in (0, 1000):
-                tuning = {
-                    "stage": stage, "blocks": blocks, "multicast": multicast,
-                    "two_shot": two_shot, "timeout": timeout,
-                }  # fmt: skip
-                m = 8 if stage == FUSED else 64
-                fits(BUILDER.variant(arch, {"tp": tp, "m": m}, tuning))
+    # Stores to every rank take more addresses than the multicast store.
+    for two_shot in (0, 1) if stage == CONSUMER else (0,):
+        for timeout in (0, 1000):
+            tuning = {
+                "stage": stage, "blocks": blocks, "multicast": 0, "two_shot": two_shot,
+                "timeout": timeout,
+            }  # fmt: skip
+            m = 8 if stage == FUSED else 64
+            fits(BUILDER.variant(arch, {"tp": tp, "m": m}, tuning))
 
 
 @pytest.mark.nightly
