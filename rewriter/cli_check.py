@@ -100,14 +100,17 @@ def _parts(result: CaseResult, title: str) -> list[Any]:
     names = ("registers", "spills", "shared", "warp instructions", "requested", "needed", "ratio")
     for name in names:
         table.add_column(name, justify="right")
-    for row in result.to_json():
-        requested, needed = row["bytes_requested"], row["bytes_needed"]
+    rows = result.to_json()
+    counts = "warp_instructions", "bytes_requested", "bytes_needed"
+    for row in rows:
         table.add_row(
             f"{row['op']}/{row['variant']}@{row['arch']}",
             *(_number(row[k]) for k in ("registers", "spill_bytes", "smem_bytes")),
-            *(_number(v) for v in (row["warp_instructions"], requested, needed)),
-            f"{requested / needed:.2f}" if requested and needed else "-",
+            *_counted(*(row[k] for k in counts)),
         )
+    if len(rows) > 1 and all(row[k] is not None for row in rows for k in counts):
+        whole = (sum(row[k] for row in rows) for k in counts)
+        table.add_row(f"{len(rows)} launches", "", "", "", *_counted(*whole))
     gates = Table(box=None, pad_edge=False)
     for name in ("gate", "verdict", "because"):
         gates.add_column(name)
@@ -119,6 +122,11 @@ def _parts(result: CaseResult, title: str) -> list[Any]:
     failed = [g.name for g in result.gates if not g.passed]
     verdict = f"FAILED: {', '.join(failed)}" if failed else "passed"
     return [title, table, "", gates, "", verdict]
+
+
+def _counted(instructions: int | None, requested: int | None, needed: int | None) -> list[str]:
+    ratio = f"{requested / needed:.2f}" if requested and needed else "-"
+    return [*(_number(value) for value in (instructions, requested, needed)), ratio]
 
 
 def _number(value: int | None) -> str:

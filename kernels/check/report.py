@@ -41,6 +41,7 @@ class RunReport:
     needed: bytes each parameter has to move at least, where the caller stated it.
     outputs: for each rank the tensors that were written to, by parameter name (those passed in).
     races: what the race checker found, None where it was not asked or other launches ran, too.
+    polled: buffers that are read until something is there.
     """
 
     built: Built = field(repr=False)
@@ -49,11 +50,17 @@ class RunReport:
     needed: dict[str, int]
     outputs: tuple[dict[str, torch.Tensor], ...] = field(repr=False)
     races: tuple[str, ...] | None
+    polled: frozenset[str] = frozenset()
 
     @property
     def bytes_requested(self) -> int:
-        """Bytes of all global reads and writes of all ranks."""
-        return self.sim.bytes("read").requested + self.sim.bytes("write").requested
+        """Bytes of all global reads and writes of all ranks; reads of what is polled count once."""
+        again = sum(
+            part.requested - part.distinct
+            for (_, name, _, way), part in self.traffic.items()
+            if way == "read" and name in self.polled
+        )
+        return self.sim.bytes("read").requested + self.sim.bytes("write").requested - again
 
     @property
     def bytes_distinct(self) -> int:

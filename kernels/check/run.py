@@ -31,12 +31,14 @@ class Launch:
     """One kernel of a step. ranks: each rank's parameters by name.
 
     needed: bytes that each parameter has to move at least, summed over ranks, reads and writes;
-    what is not named counts as not stated.
+    what is not named counts as not stated. polled: parameters whose memory is read until something
+    is there; each byte read counts once, because how often is the schedule's affair.
     """
 
     kernel: Variant | Built
     ranks: Sequence[Rank]
     needed: Mapping[str, int] = field(default_factory=dict)
+    polled: frozenset[str] = frozenset()
 
 
 class ParameterError(ValueError):
@@ -114,7 +116,8 @@ def run_sequence(
         traffic = naming.by_owner(part.traffic, names, said, call.params)
         outputs = _outputs(launch.ranks, traffic)
         alone = found if len(calls) == 1 else None
-        reports.append(RunReport(call.built, part, traffic, dict(launch.needed), outputs, alone))
+        needed = dict(launch.needed)
+        reports.append(RunReport(call.built, part, traffic, needed, outputs, alone, launch.polled))
     return SequenceReport(tuple(reports), sim, found)
 
 

@@ -127,7 +127,8 @@ class Problem:
         names = [p.name for p in BUILDER.plan(variant).parameters]
         ranks = [self.values(rank) for rank in range(self.config.tp)]
         chosen = [{name: values[name] for name in names} for values in ranks]
-        return Launch(variant, chosen, self.needed(config_of(variant)))
+        needed = self.needed(config_of(variant))
+        return Launch(variant, chosen, needed, frozenset({"mailbox"}))
 
     def needed(self, config: Config) -> dict[str, int]:
         """Bytes that a stage has to move at least, summed over the ranks, by parameter."""

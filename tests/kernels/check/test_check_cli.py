@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from hand_kernels import GB300, double, double_case
 from k3fuse.kernels.build import compile as compile_module
 from k3fuse.kernels.build.variant import BUILDERS
-from k3fuse.kernels.check import registry
+from k3fuse.kernels.check import Case, Step, registry
 from k3fuse.kernels.common.registry import OPS
 from k3fuse.rewriter.cli import main
 
@@ -64,6 +64,25 @@ def test_a_right_kernel_is_one_document(own: str, tmp_path: Path) -> None:
     written = call(own, "--m", "1", "--seeds", "2", "--json", "-o", file)
     assert (written.exit_code, written.stdout) == (OK, "")
     assert json.loads(file.read_text())["kernels"][0]["op"] == "by_hand"
+
+
+def test_several_launches_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    import hand_kernels
+
+    def twice(seed: int) -> Step:
+        one, two = double_case(double()).step(seed), double_case(double()).step(seed + 1)
+        return Step((*one.launches, *two.launches), (*one.outputs, *two.outputs))
+
+    cases = lambda target, m: (Case("by_hand", "twice", twice),)  # noqa: E731
+    monkeypatch.setattr(hand_kernels, "cases", cases, raising=False)
+    result = call("hand_kernels:cases", "--seeds", "1")
+    assert result.exit_code == OK, result.output
+    lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
+    each, again, whole = lines[2:5]
+    assert each == again
+    assert each.endswith(" 256 256 1.00")
+    assert whole.startswith("2 launches ")
+    assert whole.endswith(" 512 512 1.00")
 
 
 def test_progress_is_on_standard_error(own: str) -> None:

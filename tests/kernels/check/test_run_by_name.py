@@ -84,6 +84,11 @@ def test_peers_are_counted_under_the_owners_names() -> None:
     assert [sorted(outputs) for outputs in report.outputs] == [["flag", "inbox", "y"]] * 2
     peers = report.to_json()["peers"]
     assert [(p["rank"], p["owner"], p["requested"]) for p in peers] == [(0, 1, 260), (1, 0, 260)]
+    # Both ranks poll their flag: once counts, where the launch says so.
+    again = places["flag", "own", "read"] - 2 * 4
+    assert again > 0
+    launch = replace(exchange_step(exchange(), 0).launches[0], polled=frozenset({"flag"}))
+    assert run_sequence([launch]).reports[0].bytes_requested == report.bytes_requested - again
 
 
 def test_a_sequence_runs_in_stream_order() -> None:
