@@ -15,7 +15,6 @@ from k3fuse.patterns.models import KimiK3, KimiK3Config, greedy_decode, init_wei
 from k3fuse.rewriter import backend
 
 CONFIG = KimiK3Config.small(max_position_embeddings=128)
-TOKENS = 64
 REQUESTS = 3
 
 
@@ -75,7 +74,7 @@ def spoil() -> None:
     op.reference.router = wrong  # type: ignore[attr-defined]
 
 
-def main(size: int, rank: int, form: str, inner: str, store: str, out: str) -> None:
+def main(size: int, rank: int, tokens: int, form: str, inner: str, store: str, out: str) -> None:
     """Write the rank's findings as JSON to `out`."""
     torch.set_num_threads(1)
     if inner == "spoiled":
@@ -85,7 +84,7 @@ def main(size: int, rank: int, form: str, inner: str, store: str, out: str) -> N
         dist.init_process_group("gloo", init_method=f"file://{store}", world_size=size, rank=rank)
     model = build(size, rank, form)
     ids = torch.tensor([3, 5, 7])
-    expected = greedy_decode(model, ids, TOKENS)
+    expected = greedy_decode(model, ids, tokens)
     options = {
         "target": "reference",
         "inner": inner,
@@ -94,7 +93,7 @@ def main(size: int, rank: int, form: str, inner: str, store: str, out: str) -> N
         "expect": CONFIG.expected_sites(),
     }
     compiled = torch.compile(model, backend="k3fuse", options=options, fullgraph=True)
-    actual = greedy_decode(compiled, ids, TOKENS)
+    actual = greedy_decode(compiled, ids, tokens)
     report = backend.reports()[0]
     found = {name: count.found for name, count in report.counts().items()}
     result = {
@@ -113,4 +112,4 @@ def main(size: int, rank: int, form: str, inner: str, store: str, out: str) -> N
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:7])
+    main(*map(int, sys.argv[1:4]), *sys.argv[4:8])
