@@ -51,20 +51,22 @@ def run(
     reference: Callable[[], list[Tensor]],
     kernel: Callable[[Row], list[Tensor]] | None = None,
     misfit: Callable[[Row], str] | None = None,
+    complete: Callable[[list[Tensor]], list[Tensor]] | None = None,
 ) -> list[Tensor]:
     """Outputs of one call, as `specs` says.
 
     The reference runs where the policy names it, `kernel` where it names one, the tensors are on a
     GPU and `misfit` has nothing against them. A count outside the policy, a row whose kernel does
     not exist yet, and other tensors run the composition: what the graph held before the rewrite, so
-    never something slower than stock. Raises RuntimeError if there is none, CompositionError if it
-    gives other outputs than the op.
+    never something slower than stock. `complete` adds what the op has more than the graph had.
+    Raises RuntimeError if there is none, CompositionError if it gives other outputs than the op.
     """
     row = table.lookup(target, m)
+    whole = complete or (lambda outputs: outputs)
     if m == 0:
         return [spec.empty(inputs[0]) for spec in specs]
     if row is not None and row.kernel == REFERENCE:
-        return _finish(op, reference(), inputs, specs)
+        return _finish(op, whole(reference()), inputs, specs)
     against = ""
     if row is not None and row.kernel is not None and kernel is not None and inputs[0].is_cuda:
         unfit = misfit(row) if misfit is not None else ""
@@ -80,7 +82,7 @@ def run(
             f"k3fuse.{op}: M={m} on target {target!r}: {why}, and the op carries no composition to "
             "run instead; build the graph with the composition text of the replaced nodes"
         )
-    return _finish(op, Composition.from_text(composition).run(inputs), inputs, specs)
+    return _finish(op, whole(Composition.from_text(composition).run(inputs)), inputs, specs)
 
 
 def _finish(

@@ -8,8 +8,10 @@ from torch import Tensor
 from k3fuse.kernels.common import check, dispatch
 from k3fuse.kernels.common.dispatch import Spec
 from k3fuse.kernels.common.library import register
+from k3fuse.kernels.common.microscaling import BLOCK
 from k3fuse.kernels.router import reference
 from k3fuse.kernels.router.policy import TABLE
+from k3fuse.kernels.router.units import PLAN_WORDS
 
 FRONT = "router_front"
 FRONT_SCHEMA = (
@@ -20,7 +22,8 @@ ROUTER = "router"
 ROUTER_SCHEMA = (
     f"{ROUTER}(Tensor x, Tensor gate_weight, Tensor? correction_bias, Tensor? latent_weight, "
     "int top_k, str scoring, bool renormalize, float scale, float renorm_eps, "
-    "ScalarType weights_dtype, *, str target, str group, str composition) -> Tensor[]"
+    "ScalarType weights_dtype, *, bool quantize=False, str target, str group, str composition) "
+    "-> Tensor[]"
 )
 
 
@@ -78,6 +81,7 @@ def _router_specs(
     top_k: int,
     scoring: str,
     weights_dtype: torch.dtype,
+    quantize: bool,
 ) -> list[Spec]:
     _, *latent = _front_specs(x, gate_weight, latent_weight)
     experts = gate_weight.shape[0]
@@ -90,7 +94,20 @@ def _router_specs(
     if weights_dtype not in check.FLOATS:
         raise TypeError(f"weights_dtype={weights_dtype}; known: {check.FLOATS}")
     shape = (x.shape[0], top_k)
-    return [Spec(shape, weights_dtype), Spec(shape, torch.int64), *latent]
+    specs = [Spec(shape, weights_dtype), Spec(shape, torch.int64), *latent]
+    return [*specs, *_quantized_specs(latent)] if quantize else specs
+
+
+def _quantized_specs(latent: list[Spec]) -> list[Spec]:
+    if not latent:
+        raise ValueError("quantize=True without a latent_weight; give one or use quantize=False")
+    m, columns = latent[0].shape
+    if columns % BLOCK:
+        raise ValueError(
+            f"quantize=True with {columns} latent columns; a multiple of {BLOCK} is needed"
+        )
+    shapes = (m, columns), (m, columns // BLOCK)
+    return [*(Spec(shape, torch.uint8) for shape in shapes), Spec((PLAN_WORDS,), torch.int32)]
 
 
 def _run_router(
@@ -105,6 +122,7 @@ def _run_router(
     renorm_eps: float,
     weights_dtype: torch.dtype,
     *,
+    quantize: bool = False,
     target: str,
     group: str,
     composition: str,
@@ -117,10 +135,11 @@ def _run_router(
         m=x.shape[0],
         composition=composition,
         inputs=dispatch.operands(router, tensors),
-        specs=_router_specs(*tensors, top_k, scoring, weights_dtype),
+        specs=_router_specs(*tensors, top_k, scoring, weights_dtype, quantize),
         reference=lambda: reference.router(
             *tensors, top_k, scoring, renormalize, scale, renorm_eps, weights_dtype
         ),
+        complete=reference.quantized if quantize else None,
     )
 
 
@@ -136,13 +155,14 @@ def _fake_router(
     renorm_eps: float,
     weights_dtype: torch.dtype,
     *,
+    quantize: bool = False,
     target: str,
     group: str,
     composition: str,
 ) -> list[Tensor]:
     TABLE.lookup(target, 1)
     specs = _router_specs(
-        x, gate_weight, correction_bias, latent_weight, top_k, scoring, weights_dtype
+        x, gate_weight, correction_bias, latent_weight, top_k, scoring, weights_dtype, quantize
     )
     return [spec.empty(x) for spec in specs]
 

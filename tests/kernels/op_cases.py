@@ -151,6 +151,7 @@ def router(
     scoring: str = "sigmoid",
     renormalize: bool = True,
     weights_dtype: torch.dtype = torch.float32,
+    quantize: bool = False,
 ) -> Case:
     args = (
         draw.rows(m, k),
@@ -164,7 +165,7 @@ def router(
         1e-20,
         weights_dtype,
     )
-    return Case(K3.router.default, args, dict(LOCAL))
+    return Case(K3.router.default, args, {**LOCAL, "quantize": quantize})
 
 
 def experts(
@@ -276,6 +277,9 @@ FORMS: dict[str, Builder] = {
     "router_front/alone": lambda d, m: router_front(d, m, d.pick(1, 20), d.pick(1, 20), 0),
     "router/k3": lambda d, m: router(
         d, m, d.pick(1, 20), d.pick(4, 40), d.pick(1, 9), d.pick(1, 4)
+    ),
+    "router/quantized": lambda d, m: router(
+        d, m, d.pick(1, 20), d.pick(4, 40), 32 * d.pick(1, 3), d.pick(1, 4), quantize=True
     ),
     "router/plain": lambda d, m: router(
         d,
