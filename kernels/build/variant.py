@@ -25,6 +25,7 @@ BUILDERS = {
     "attn_res": "k3fuse.kernels.attn_res.builder:BUILDER",
     "output_projection": "k3fuse.kernels.output_projection.builder:BUILDER",
     "router_front": "k3fuse.kernels.router.front_builder:BUILDER",
+    "router_route": "k3fuse.kernels.router.route_builder:BUILDER",
 }
 
 Pairs = tuple[tuple[str, int], ...]
