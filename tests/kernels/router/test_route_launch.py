@@ -75,7 +75,7 @@ def test_what_has_no_kernel_is_said() -> None:
 
 def test_behind_the_front_kernel() -> None:
     pytest.importorskip("cutlass")
-    m = 9
+    m = 33
     logits, bias = random_logits(m, 3)
     chosen = variant(TARGET, m, K3, logits=False, latent=False)
     problem = Problem(config_of(chosen), logits, torch.randn(m, LATENT).bfloat16(), bias)
@@ -103,11 +103,12 @@ def test_behind_the_front_kernel() -> None:
 
 def test_on_plain_rows_the_latent_is_the_one_given() -> None:
     pytest.importorskip("cutlass")
-    logits, bias = random_logits(1, 4)
-    latent = torch.randn(1, LATENT).bfloat16()
+    m = 3
+    logits, bias = random_logits(m, 4)
+    latent = torch.randn(m, LATENT).bfloat16()
     recorder: Any = Recorder()
     results = launch(
-        TARGET, 1, K3, Rows(logits=logits, latent=latent), logits, bias=bias, scale=2.0, eps=0.0,
+        TARGET, m, K3, Rows(logits=logits, latent=latent), logits, bias=bias, scale=2.0, eps=0.0,
         runtime=recorder,
     )  # fmt: skip
     weights, ids, same, values, scales, _ = results

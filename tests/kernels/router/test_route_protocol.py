@@ -32,7 +32,7 @@ def right(problem: Problem) -> None:
 
 @pytest.mark.parametrize(("tp", "m"), [(8, 9), (16, 5)])
 def test_all_ranks_at_the_real_shape(tp: int, m: int) -> None:
-    variant = kernel(16, {"tp": tp}, **FULL)
+    variant = kernel(64, {"tp": tp}, **FULL)
     problem = make(variant, m, seed=m, ranks=tp)
     run(problem, variant)
     right(problem)
@@ -102,7 +102,7 @@ def awkward_latent() -> Tensor:
 
 
 def test_the_latent_row_in_mxfp8() -> None:
-    variant = kernel(16, {"tp": 8}, **FULL)
+    variant = kernel(64, {"tp": 8}, **FULL)
     logits, bias = random_logits(5, 6)
     problem = Problem(config_of(variant), logits, awkward_latent(), bias)
     problem.deliver()
@@ -111,7 +111,7 @@ def test_the_latent_row_in_mxfp8() -> None:
 
 
 def test_four_layers_with_changing_counts_use_the_parities_again() -> None:
-    variant = kernel(16, {"tp": 8}, **FULL)
+    variant = kernel(64, {"tp": 8}, **FULL)
     boxes: list[Tensor] = []
     for call, m in enumerate((16, 1, 9, 3, 10)):
         logits, bias = random_logits(m, 20 + call)
@@ -127,7 +127,7 @@ def test_four_layers_with_changing_counts_use_the_parities_again() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_random_schedules(seed: int) -> None:
-    variant = kernel(16, {"tp": 8}, **FULL)
+    variant = kernel(64, {"tp": 8}, **FULL)
     problem = make(variant, 9, seed=seed, ranks=2)
     run(problem, variant, seed=seed)
     right(problem)
@@ -135,7 +135,7 @@ def test_random_schedules(seed: int) -> None:
 
 def test_a_missing_word_is_waited_for_and_a_kernel_with_a_timeout_names_the_rank() -> None:
     """Every word that one rank sends counts: without any of them nothing is chosen."""
-    variant = kernel(16, {"tp": 8}, **FULL)
+    variant = kernel(64, {"tp": 8}, **FULL)
     for place in (3 * E // 8, E + 3 * LATENT // 16 + 1):
         problem = make(variant, 1, seed=1)
         problem.boxes[0][place] = -(2**31)
