@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,9 @@ from k3fuse.kernels.common.dispatch import Spec
 from k3fuse.kernels.common.library import register
 from k3fuse.kernels.common.microscaling import BLOCK
 from k3fuse.kernels.router import reference
+from k3fuse.kernels.router.launch import launch, misfit
 from k3fuse.kernels.router.policy import TABLE
+from k3fuse.kernels.router.route_launch import Form
 from k3fuse.kernels.router.units import PLAN_WORDS
 
 FRONT = "router_front"
@@ -48,6 +52,7 @@ def _run_front(
 ) -> list[Tensor]:
     # The gate and latent weights are replicated, so the reference needs no exchange: every rank
     # computes all of it. A kernel computes its rank's share and exchanges the rows over `group`.
+    form = _form(gate_weight, latent_weight)
     return dispatch.run(
         TABLE,
         FRONT,
@@ -57,7 +62,14 @@ def _run_front(
         inputs=dispatch.operands(router_front, (x, gate_weight, latent_weight)),
         specs=_front_specs(x, gate_weight, latent_weight),
         reference=lambda: reference.router_front(x, gate_weight, latent_weight),
+        kernel=lambda row: launch(row, target, group, form, x, gate_weight, latent_weight),
+        misfit=lambda row: misfit(row, target, form, x, gate_weight, latent_weight),
     )
+
+
+def _form(gate_weight: Tensor, latent_weight: Tensor | None, **how: Any) -> Form:
+    """The rows of a call; with nothing else they are only gathered."""
+    return Form(gate_weight.shape[0], 0 if latent_weight is None else latent_weight.shape[0], **how)
 
 
 def _fake_front(
@@ -128,6 +140,10 @@ def _run_router(
     composition: str,
 ) -> list[Tensor]:
     tensors = (x, gate_weight, correction_bias, latent_weight)
+    form = _form(
+        gate_weight, latent_weight, top_k=top_k, scoring=scoring, renormalize=renormalize,
+        weights_dtype=weights_dtype, bias=correction_bias is not None, quantize=quantize,
+    )  # fmt: skip
     return dispatch.run(
         TABLE,
         ROUTER,
@@ -139,6 +155,19 @@ def _run_router(
         reference=lambda: reference.router(
             *tensors, top_k, scoring, renormalize, scale, renorm_eps, weights_dtype
         ),
+        kernel=lambda row: launch(
+            row,
+            target,
+            group,
+            form,
+            x,
+            gate_weight,
+            latent_weight,
+            bias=correction_bias,
+            scale=scale,
+            eps=renorm_eps,
+        ),
+        misfit=lambda row: misfit(row, target, form, x, gate_weight, latent_weight),
         complete=reference.quantized if quantize else None,
     )
 

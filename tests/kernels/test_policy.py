@@ -16,7 +16,7 @@ LAUNCHES = {
     "attention_projection": (1, 1),
     "output_projection": (1, 2),
     "attn_res": (1, 1),
-    "router": (1, 2),
+    "router": (2, 2),
     "experts": (2, 2),
     "tail": (1, 1),
 }

@@ -63,7 +63,7 @@ def test_one_layer_keeps_its_number(name: str) -> None:
     assert {s.layer for s in report.sites} == {layer}
 
 
-BUILT = {"attention_projection", "output_projection", "attn_res"}
+BUILT = {"attention_projection", "output_projection", "attn_res", "router"}
 
 
 def test_without_a_plan_only_what_has_a_kernel_is_rewritten() -> None:
@@ -72,7 +72,7 @@ def test_without_a_plan_only_what_has_a_kernel_is_rewritten() -> None:
     refused = [s for s in report.sites if s.reasons]
     assert {s.pattern for s in report.sites if not s.reasons} == BUILT
     assert len(report.sites) == 5
-    assert {s.pattern for s in refused} == {"router", "experts"}
+    assert {s.pattern for s in refused} == {"experts"}
     assert {s.reasons[0].code.value for s in refused} == {"KERNEL_UNAVAILABLE"}
     assert "planned: " in refused[0].reasons[0].sentence
     ops = [str(n.target) for n in file.module.graph.nodes if str(n.target).startswith("k3fuse.")]
@@ -80,6 +80,7 @@ def test_without_a_plan_only_what_has_a_kernel_is_rewritten() -> None:
         "k3fuse.attention_projection.default",
         "k3fuse.attn_res.default",
         "k3fuse.output_projection_attn_res.default",
+        "k3fuse.router_front.default",
     ]
     planned = run_stored("layer1_tp8_m4_opaque")[1]
     assert planned.nodes_after < report.nodes_after < report.nodes_before  # the control

@@ -97,7 +97,8 @@ def test_missing_sites_of_a_built_in_model_are_an_exit_code(plan: bool, code: in
     assert d["patterns"]["attn_res"]["expected"] == 3
     assert d["patterns"]["attn_res"]["found"] == 3
     assert d["patterns"]["attention_projection"]["found"] == 2
-    assert d["patterns"]["router"]["found"] == (1 if plan else 0)
+    assert d["patterns"]["router"]["found"] == 1
+    assert d["patterns"]["experts"]["found"] == (1 if plan else 0)
     if not plan:
         assert {s["reason"] for s in d["sites"]} == {None, "KERNEL_UNAVAILABLE"}
 
@@ -279,13 +280,13 @@ def test_explain(dump: Path, stock: Path) -> None:
     assert call("explain", dump).stdout.strip() == "every site was rewritten"
     assert document(call("explain", dump, "--json"))["sites"] == []
     d = document(call("explain", stock, "--json"))
-    assert [s["pattern"] for s in d["sites"]] == ["router", "experts"]
+    assert [s["pattern"] for s in d["sites"]] == ["experts"]
     assert {r["code"] for s in d["sites"] for r in s["reasons"]} == {"KERNEL_UNAVAILABLE"}
     assert all(r["hint"] for s in d["sites"] for r in s["reasons"])
-    text = call("explain", stock, "--pattern", "router").stdout
+    text = call("explain", stock, "--pattern", "experts").stdout
     assert "KERNEL_UNAVAILABLE" in text
     assert "fix: " in text
-    assert "experts" not in text
+    assert "router" not in text
 
 
 def test_diff(dump: Path, stock: Path) -> None:
@@ -295,7 +296,7 @@ def test_diff(dump: Path, stock: Path) -> None:
     d = document(call("diff", dump, "--json"))
     assert len(d["diffs"]) == 5
     assert {"layer", "pattern", "diff"} == set(d["diffs"][0])
-    nothing = call("diff", stock, "--pattern", "router")
+    nothing = call("diff", stock, "--pattern", "experts")
     assert nothing.stdout.strip() == "no site was rewritten"
 
 

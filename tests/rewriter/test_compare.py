@@ -56,12 +56,12 @@ def test_planned_against_refused() -> None:
     found = compare(small(), small(plan=False))
     assert not found["same"]
     assert found["asked"]["plan"] == [True, False]
-    assert found["counts"]["router"] == {"found": [1, 0], "refused": [0, 1]}
-    assert {s["pattern"] for s in found["sites"]} >= {"router", "experts"}
-    router = next(s for s in found["sites"] if s["pattern"] == "router")
-    assert router["layer"] == 3
-    assert router["fields"]["outcome"] == ["found", "refused"]
-    assert router["fields"]["reason"] == [None, "KERNEL_UNAVAILABLE"]
+    assert found["counts"]["experts"] == {"found": [1, 0], "refused": [0, 1]}
+    assert {s["pattern"] for s in found["sites"]} >= {"experts"}
+    experts = next(s for s in found["sites"] if s["pattern"] == "experts")
+    assert experts["layer"] == 3
+    assert experts["fields"]["outcome"] == ["found", "refused"]
+    assert experts["fields"]["reason"] == [None, "KERNEL_UNAVAILABLE"]
 
 
 def test_new_and_gone_sites() -> None:
@@ -95,7 +95,7 @@ def test_diff_of_two_dumps_by_exit_code(tmp_path: Path) -> None:
     result = call("diff", one, two)
     assert result.exit_code == DIFFERENT
     assert "plan: True -> False" in result.stdout
-    assert "2 sites differ" in result.stdout
+    assert "1 sites differ" in result.stdout
     document = json.loads(call("diff", one, two, "--json", "--pattern", "router").stdout)
     assert [s["pattern"] for s in document["sites"]] == ["router"]
     assert call("diff", one, tmp_path / "none").exit_code == WRONG_USE
@@ -135,7 +135,7 @@ def test_what_cannot_be_shown_is_wrong_use(tmp_path: Path) -> None:
     bare = saved(tmp_path / "bare", {**small(), "graphs": {}})
     assert "has no graph pieces" in call("show", bare).stderr
     refused = saved(tmp_path / "refused", small(plan=False))
-    result = call("show", refused, "--svg", "--part", "after", "--pattern", "router")
+    result = call("show", refused, "--svg", "--part", "after", "--pattern", "experts")
     assert result.exit_code == WRONG_USE
     assert "use --part before" in result.stderr
     assert call("show", refused).exit_code == SAME

@@ -217,7 +217,7 @@ def test_every_refused_site_has_its_reason_and_fix() -> None:
     report = small(plan=False)
     assert len(report["sites"]) == 5
     refused = [s for s in report["sites"] if s["outcome"] == "refused"]
-    assert [s["pattern"] for s in refused] == ["router", "experts"]
+    assert [s["pattern"] for s in refused] == ["experts"]
     for site in refused:
         assert site["reasons"][0]["code"] in text
         assert site["reasons"][0]["hint"] in text

@@ -124,7 +124,7 @@ def test_search_finds_layer_57(opened: Opened) -> None:
     assert page.inner_text("#hits") == "1 site"
     page.press("#search", "Enter")
     assert page.inner_text("#viewer-title") == "router, layer 57: found"
-    page.fill("#search", "stationary_gemm_route")
+    page.fill("#search", "sharded_front_route")
     assert page.inner_text("#hits") == "92 sites"
     page.fill("#search", "nothing like it")
     assert page.inner_text("#hits") == "0 sites"

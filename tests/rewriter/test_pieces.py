@@ -83,7 +83,7 @@ def test_sites_of_a_recorded_report_have_lines_and_both_graphs() -> None:
         assert set(site["pieces"]) == {"before", "after"}, site["pattern"]
         assert site["frames"]
     refused = [s for s in small(plan=False)["sites"] if s["outcome"] == "refused"]
-    assert {"router", "experts"} == {s["pattern"] for s in refused}
+    assert {"experts"} == {s["pattern"] for s in refused}
     assert all(set(s["pieces"]) == {"before"} for s in refused)
 
 

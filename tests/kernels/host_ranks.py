@@ -29,11 +29,14 @@ class Recorder:
 
 
 class HostRanks:
-    """`tp` ranks with mailboxes in host memory. multicast: whether the fabric has it."""
+    """`tp` ranks with mailboxes in host memory. multicast: whether the fabric has it.
 
-    def __init__(self, tp: int, *, multicast: bool) -> None:
+    layout: of other mailboxes than the output projection's.
+    """
+
+    def __init__(self, tp: int, *, multicast: bool, layout: Any = None) -> None:
         self.tp = tp
-        self.box = Mailbox(tp)
+        self.box = layout or Mailbox(tp)
         self.mailboxes = [torch.empty(self.box.total, dtype=torch.uint8) for _ in range(tp)]
         addresses = tuple(m.data_ptr() for m in self.mailboxes)
         provider: Any = None

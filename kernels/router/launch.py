@@ -1,0 +1,105 @@
+"""From the op's tensors to launches: the front kernel, then the route kernel on what it published.
+
+The front kernel of each rank computes its share of logits and latent and stores it into all ranks'
+mailboxes; the route kernel takes whole rows out of its own, and chooses experts or copies them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from k3fuse.kernels.build.errors import VariantError
+from k3fuse.kernels.build.variant import Variant
+from k3fuse.kernels.common.exchange import Workspace, workspace
+from k3fuse.kernels.common.operands import ALIGNMENT, address, pitch, readable
+from k3fuse.kernels.common.policy import Row, chip_of
+from k3fuse.kernels.common.runtime import RUNTIME, Runtime
+from k3fuse.kernels.router import route_launch
+from k3fuse.kernels.router.front_builder import BUILDER, config_of
+from k3fuse.kernels.router.layout import FrontMailbox
+from k3fuse.kernels.router.policy import REPLICATED
+from k3fuse.kernels.router.route_launch import Form, Rows
+
+
+def front_variant(
+    row: Row, target: str, k: int, experts: int, latent: int, multicast: bool
+) -> Variant:
+    """The front kernel of a policy row. latent: 0 for none.
+
+    Raises VariantError for sizes outside the kernel.
+    """
+    arch, tp = chip_of(target)
+    shape = {"m": row.m_max, "tp": tp, "k": k, "experts": experts, "latent": latent}
+    tuning = {"multicast": int(multicast), "replicated": int(row.kernel == REPLICATED)}
+    return BUILDER.variant(arch, shape, tuning)
+
+
+def misfit(
+    row: Row, target: str, form: Form, x: Tensor, gate: Tensor, latent: Tensor | None
+) -> str:
+    """Why the kernels cannot serve these operands, "" where they can.
+
+    x [M, K] of any stride, weights [E, K] and [L, K].
+    """
+    weights = {"gate_weight": gate} | ({} if latent is None else {"latent_weight": latent})
+    for name, tensor in {"x": x, **weights}.items():
+        if tensor.dtype != torch.bfloat16:
+            return f"{name} is {tensor.dtype}, the kernel takes torch.bfloat16"
+    for name, weight in weights.items():
+        if not weight.is_contiguous():
+            return f"{name} has strides {weight.stride()}, the kernel reads contiguous rows"
+        if weight.data_ptr() % ALIGNMENT:
+            return f"{name} starts at no multiple of {ALIGNMENT} bytes"
+    try:
+        front_variant(row, target, x.shape[1], form.experts, form.latent, True)
+    except VariantError as error:
+        return str(error)
+    return route_launch.misfit(target, x.shape[0], form)
+
+
+def launch(
+    row: Row,
+    target: str,
+    group: str,
+    form: Form,
+    x: Tensor,
+    gate: Tensor,
+    latent: Tensor | None,
+    *,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+    eps: float = 0.0,
+    runtime: Runtime = RUNTIME,
+    space: Callable[[str, int], Workspace] | None = None,
+) -> list[Tensor]:
+    """Run a policy row's kernels on operands without a `misfit`; returns what `route_launch` does.
+
+    x [M, K] may have any stride: rows that cannot be read in place are copied. The weights are the
+    whole ones; each rank reads its rows of them. Raises ExchangeError, LaunchError.
+    """
+    _, tp = chip_of(target)
+    layout = FrontMailbox(tp, form.experts, form.latent)
+    mailboxes = (space or partial(workspace, layout=layout))(group, tp)
+    rows = readable(x)
+    chosen = front_variant(row, target, x.shape[1], form.experts, form.latent, mailboxes.multicast)
+    values = {
+        "x": address(rows),
+        "mailbox": mailboxes.own,
+        "gate_weight": address(gate),
+        "latent_weight": address(latent),
+        "multicast": mailboxes.mapped.multicast,
+        **{f"mailbox{rank}": there for rank, there in enumerate(mailboxes.mapped.addresses)},
+        "m": x.shape[0],
+        "rank": mailboxes.rank,
+        "x_pitch": pitch(rows),
+    }
+    config = config_of(chosen)
+    runtime.kernel(chosen)(*(values[name] for name in (*config.addresses, *config.sizes)))
+    published = Rows(mailboxes.own, layout)
+    return route_launch.launch(
+        target, x.shape[0], form, published, x, bias=bias, scale=scale, eps=eps, runtime=runtime
+    )
