@@ -69,27 +69,33 @@ def choose(values: Any, index: Any) -> Any:
     return chosen
 
 
-@cute.jit
 def poll(
-    address: Int64,
-    stride: cutlass.Constexpr[int],
-    slots: cutlass.Constexpr[int],
+    address: Any, stride: int, slots: int, timeout: int, error: Any, code: Any
+) -> cute.Tensor:
+    """The 16 bytes at `address` of each of `slots` slots, `stride` bytes apart; see `poll_all`."""
+    return poll_all([(address, slot * stride) for slot in range(slots)], timeout, error, code)
+
+
+@cute.jit
+def poll_all(
+    places: cutlass.Constexpr,
     timeout: cutlass.Constexpr[int],
     error: Int64,
     code: Int32,
 ) -> cute.Tensor:
-    """The 16 bytes at `address` of each of `slots` slots, `stride` bytes apart, once all are there.
+    """The 16 bytes at each place, once all are there: a list of (Int64 address, bytes beyond it).
 
-    Returns a register tensor [slots, 4] of words. All loads are in flight together, and all are
+    Returns a register tensor [places, 4] of words. All loads are in flight together, and all are
     repeated while one word is missing. timeout: number of rounds after which `code` plus the first
-    missing slot goes to the word at `error`, 0 for none.
+    missing place goes to the word at `error`, 0 for none.
     """
+    slots = len(places)
     words = cute.make_rmem_tensor((slots, 4), Int32)
     waiting = Int32(1)
     rounds = Int32(0)
     while waiting != 0:
         for slot in cutlass.range_constexpr(slots):
-            got = ptx.load16_relaxed_sys(address, slot * stride)
+            got = ptx.load16_relaxed_sys(places[slot][0], places[slot][1])
             for word in cutlass.range_constexpr(4):
                 words[slot, word] = got[word]
         waiting = missing([words[slot, word] for slot in range(slots) for word in range(4)])
