@@ -26,6 +26,7 @@ BUILDERS = {
     "output_projection": "k3fuse.kernels.output_projection.builder:BUILDER",
     "router_front": "k3fuse.kernels.router.front_builder:BUILDER",
     "router_route": "k3fuse.kernels.router.route_builder:BUILDER",
+    "tail": "k3fuse.kernels.tail.builder:BUILDER",
 }
 
 Pairs = tuple[tuple[str, int], ...]

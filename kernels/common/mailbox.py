@@ -156,7 +156,10 @@ class ErrorWord:
     token: int
     slot: int
 
-    # The slot number that stands for the gather row, and the bit that tells any code from 0.
+    # Slot numbers beyond the ranks' partials: of a second kind of partial, a normalised row, the
+    # gather row. And the bit that tells any code from 0.
+    SHARED: ClassVar[int] = 64
+    NORMED: ClassVar[int] = 254
     GATHER: ClassVar[int] = 255
     FLAG: ClassVar[int] = 1 << 16
 
@@ -174,7 +177,12 @@ class ErrorWord:
 
     def sentence(self) -> str:
         """What happened, for people."""
-        what = "the gather row" if self.slot == self.GATHER else f"the partial of rank {self.slot}"
+        if self.slot in (self.NORMED, self.GATHER):
+            what = "the gather row" if self.slot == self.GATHER else "the normalised row"
+        elif self.slot >= self.SHARED:
+            what = f"the shared expert's partial of rank {self.slot - self.SHARED}"
+        else:
+            what = f"the partial of rank {self.slot}"
         return (
             f"token {self.token}: {what} did not arrive in time; a rank has died or made other "
             "calls. Stop all ranks of the group, reset the mailboxes, and start again"

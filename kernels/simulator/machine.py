@@ -220,6 +220,8 @@ class Group:
         return frame
 
     def _keep(self, slot: int, value: Value, lanes: Array) -> None:
+        if value is None:
+            return  # a guarded result that no lane has had yet
         old = self.registers[slot]
         if old is None or is_scalar(old) or not old.flags.writeable:
             width = self.program.widths[slot]

@@ -8,6 +8,7 @@ from k3fuse.kernels.common import check, dispatch
 from k3fuse.kernels.common.dispatch import Spec
 from k3fuse.kernels.common.library import register
 from k3fuse.kernels.tail import reference
+from k3fuse.kernels.tail.launch import launch, misfit
 from k3fuse.kernels.tail.policy import TABLE
 
 NAME = "tail"
@@ -49,6 +50,10 @@ def _run(
         reference=lambda: [
             reference.tail(routed, shared, norm_weight, up_weight, eps, group),
         ],
+        kernel=lambda row: [
+            launch(row, target, group, routed, shared, norm_weight, up_weight, eps, True)
+        ],
+        misfit=lambda _: misfit(routed, shared, norm_weight, up_weight),
     )
     return delta
 

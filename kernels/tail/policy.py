@@ -1,7 +1,31 @@
-"""Which kernel serves the tail."""
+"""Which kernel serves the tail: one launch, for all token counts.
+
+The latent partials are exchanged one-shot, every rank adding all of them itself, until a rank
+would take in more than 3.7 MB: TP x M x 7,168 bytes, 7.3 MB at TP16 with M = 64 and just 3.7 MB at
+TP8. There the exchange is two-shot: a token's owner adds and normalises its row, 2 x M x 7,168
+bytes a rank, at the price of a hop between the GPUs in place of one within the GPU. The border is a
+byte count, the same as the output projection's, not a measured time. The bits are the same in both.
+"""
 
 from __future__ import annotations
 
-from k3fuse.kernels.common.policy import planned, table
+from k3fuse.kernels.common.policy import Row, table
 
-TABLE = table("tail", planned(1, 64, "latent_tail", 1))
+ONE_SHOT = "latent_tail"
+TWO_SHOT = "latent_tail_two_shot"
+
+
+def _one_shot(m_min: int, m_max: int) -> Row:
+    return Row(m_min, m_max, ONE_SHOT, 1, "every rank adds all latent partials: one hop")
+
+
+_TWO_SHOT = Row(33, 64, TWO_SHOT, 1, "owners add and normalise their tokens: 2 / TP of the bytes")
+
+TABLE = table(
+    "tail",
+    _one_shot(1, 8),
+    _one_shot(9, 16),
+    _one_shot(17, 32),
+    _one_shot(33, 64),
+    tp16=(_one_shot(1, 8), _one_shot(9, 16), _one_shot(17, 32), _TWO_SHOT),
+)

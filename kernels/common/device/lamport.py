@@ -69,9 +69,7 @@ def choose(values: Any, index: Any) -> Any:
     return chosen
 
 
-def poll(
-    address: Any, stride: int, slots: int, timeout: int, error: Any, code: Any
-) -> cute.Tensor:
+def poll(address: Any, stride: int, slots: int, timeout: int, error: Any, code: Any) -> cute.Tensor:
     """The 16 bytes at `address` of each of `slots` slots, `stride` bytes apart; see `poll_all`."""
     return poll_all([(address, slot * stride) for slot in range(slots)], timeout, error, code)
 
@@ -114,9 +112,14 @@ def poll_all(
 
 def rearm(address: Any, stride: int, slots: int) -> None:
     """Put the sentinel back into what `poll` read."""
+    rearm_all([(address, slot * stride) for slot in range(slots)])
+
+
+def rearm_all(places: list[tuple[Any, int]]) -> None:
+    """Put the sentinel back into what `poll_all` read."""
     empty = [Int32(SENTINEL)] * 4
-    for slot in range(slots):
-        ptx.store16_relaxed_sys(address, empty, slot * stride)
+    for address, offset in places:
+        ptx.store16_relaxed_sys(address, empty, offset)
 
 
 def rank_sum(words: Any, slots: int, packed: bool) -> list[Any]:

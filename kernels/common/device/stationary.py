@@ -2,9 +2,10 @@
 
 The warps are two halves of the rows times parts of K: four where nothing else is said
 (`geometry.py`). The first columns of W sit in registers, REGISTER_K where nothing else is said,
-96 a thread; the columns beyond, where there are any, in shared memory. Tensor cores (mma.sync m16n8k16, BF16 in, FP32 out) see output rows as their 16 and tokens
-as their 8. The order of summation is the same for every token and every number of tokens: within a
-part the columns in order, even and odd halves of 32 apart, then the parts in order.
+96 a thread; the columns beyond, where there are any, in shared memory. Tensor cores (mma.sync
+m16n8k16, BF16 in, FP32 out) see output rows as their 16 and tokens as their 8. The order of
+summation is the same for every token and every number of tokens: within a part the columns in
+order, even and odd halves of 32 apart, then the parts in order.
 
 A lane's 16 bytes of a row are eight neighbouring columns: the columns of a step are numbered so
 that both operands agree, which a dot product allows.
@@ -88,7 +89,9 @@ class Stationary:
         if self.upper_k:
             line = self.half * Int32(ROWS // 2) + self.line * Int32(LINES)
             line = line * Int32(upper_pitch(self.upper_k))
-            upper = upper + line + self.part * Int32(self.part_k * ELEMENT) + self.column * Int32(16)
+            upper = (
+                upper + line + self.part * Int32(self.part_k * ELEMENT) + self.column * Int32(16)
+            )
         for block in range(self.k // self.held_k * self.blocks):
             inside = block % self.blocks * BLOCK * ELEMENT
             if block < self.blocks:
