@@ -96,8 +96,8 @@ class Problem:
     def values(self, rank: int) -> dict[str, Value]:
         """Every parameter by name, for one rank."""
         found: dict[str, Value] = {
-            "routed": self.routed[rank], "shared": self.shared[rank], "norm": self.norms[rank],
-            "weight": self.weights[rank], "out": Fresh(self.out[rank]),
+            "routed": _whole(self.routed[rank]), "shared": _whole(self.shared[rank]),
+            "norm": self.norms[rank], "weight": self.weights[rank], "out": Fresh(self.out[rank]),
             "mailbox": self.boxes[rank], "multicast": Multicast(tuple(self.boxes)),
             "m": self.m, "rank": rank, "routed_pitch": self.routed[rank].stride(0),
             "shared_pitch": self.shared[rank].stride(0), "eps": float_bits(EPS),
@@ -156,6 +156,11 @@ class Problem:
         clean = torch.where(rows == 0, torch.zeros_like(rows), rows)
         words = clean.contiguous().view(torch.int32).reshape(-1)
         box[start // 4 : start // 4 + len(words)] = words
+
+
+def _whole(rows: Tensor) -> Tensor:
+    """The buffer whose first columns the rows are."""
+    return rows if rows.is_contiguous() or rows._base is None else rows._base
 
 
 def make(

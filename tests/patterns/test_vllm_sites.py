@@ -7,6 +7,9 @@ import re
 import pytest
 
 from build import DATA, run, run_stored, stored
+from k3fuse.kernels.common.policy import planned, table
+from k3fuse.patterns import experts
+from k3fuse.rewriter.graph_file import GraphFile
 from k3fuse.rewriter.graph_text import graph_text
 
 FILES = sorted(p.stem for p in DATA.glob("*.json"))
@@ -63,33 +66,55 @@ def test_one_layer_keeps_its_number(name: str) -> None:
     assert {s.layer for s in report.sites} == {layer}
 
 
-BUILT = {"attention_projection", "output_projection", "attn_res", "router"}
+BUILT = {"attention_projection", "output_projection", "attn_res", "router", "experts"}
+NO_TAIL = table("tail", planned(1, 64, "latent_tail", 1))
 
 
-def test_without_a_plan_only_what_has_a_kernel_is_rewritten() -> None:
+def test_every_site_of_a_layer_has_a_kernel() -> None:
     file = stored("layer1_tp8_m4_opaque")
     report = run(file.module, "gb300:tp8", groups=file.meta["groups"])
-    refused = [s for s in report.sites if s.reasons]
-    assert {s.pattern for s in report.sites if not s.reasons} == BUILT
+    assert {s.pattern for s in report.sites} == BUILT
     assert len(report.sites) == 5
-    assert {s.pattern for s in refused} == {"experts"}
-    assert {s.reasons[0].code.value for s in refused} == {"KERNEL_UNAVAILABLE"}
-    assert "planned: " in refused[0].reasons[0].sentence
-    ops = [str(n.target) for n in file.module.graph.nodes if str(n.target).startswith("k3fuse.")]
-    assert sorted(ops) == [
+    assert not any(s.reasons for s in report.sites)
+    assert _ops(file) == [
         "k3fuse.attention_projection.default",
         "k3fuse.attn_res.default",
         "k3fuse.output_projection_attn_res.default",
         "k3fuse.router_front.default",
+        "k3fuse.tail.default",
     ]
-    planned = run_stored("layer1_tp8_m4_opaque")[1]
-    assert planned.nodes_after < report.nodes_after < report.nodes_before  # the control
 
 
-def test_a_graph_without_a_kernel_stays_as_it_was() -> None:
+def test_without_a_plan_only_what_has_a_kernel_is_rewritten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(experts, "TAIL_TABLE", NO_TAIL)
+    file = stored("layer1_tp8_m4_opaque")
+    report = run(file.module, "gb300:tp8", groups=file.meta["groups"])
+    refused = [s for s in report.sites if s.reasons]
+    assert {s.pattern for s in refused} == {"experts"}
+    assert {s.reasons[0].code.value for s in refused} == {"KERNEL_UNAVAILABLE"}
+    assert "planned: " in refused[0].reasons[0].sentence
+    assert "k3fuse.tail.default" not in _ops(file)
+    planned_too = run_stored("layer1_tp8_m4_opaque")[1]
+    assert planned_too.nodes_after < report.nodes_after < report.nodes_before  # the control
+
+
+def _ops(file: GraphFile) -> list[str]:
+    nodes = file.module.graph.nodes
+    return sorted(str(n.target) for n in nodes if str(n.target).startswith("k3fuse."))
+
+
+def test_a_graph_without_a_kernel_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts, "TAIL_TABLE", NO_TAIL)
     file = stored("layer1_tp8_m4_opaque")
     before = graph_text(file.module.graph)
-    report = run(file.module, "gb300:tp8", groups=file.meta["groups"], disable=tuple(sorted(BUILT)))
+    report = run(
+        file.module,
+        "gb300:tp8",
+        groups=file.meta["groups"],
+        disable=tuple(sorted(BUILT - {"experts"})),
+    )
     assert {s.reasons[0].code.value for s in report.sites} >= {"KERNEL_UNAVAILABLE"}
     assert graph_text(file.module.graph) == before
     assert report.nodes_before == report.nodes_after

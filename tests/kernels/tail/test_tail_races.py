@@ -1,0 +1,75 @@
+"""No data races, and no fence, barrier or wait that could be left out unnoticed."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from k3fuse.kernels.build.compile import Built
+from k3fuse.kernels.simulator import SimulationError
+from k3fuse.kernels.tail.builder import config_of
+from k3fuse.kernels.tail.problem import mailboxes
+from tail_runs import kernel, problem_of, run, store
+
+pytest.importorskip("cutlass")
+
+_SITE = re.compile(
+    r"^[^\n/]*(?:bar\.sync|barrier\.cluster\.\w+|mbarrier\.try_wait|fence\.mbarrier"
+    r"|griddepcontrol\.wait)[^\n]*$",
+    re.MULTILINE,
+)
+# In the order of the code: the barriers' fence, arrival at the cluster, the predecessor, the call's
+# number, the sums of squares (two), the rows in shared memory, the cluster, the partial sums, what
+# the cluster sends.
+SITES = 10
+PREDECESSOR = 2
+# Nine tokens on eight CTAs: one of them normalises two.
+TOKENS = 9
+
+
+def found(built: Built, calls: int = 1) -> str:
+    """What a run of two ranks reports; "" for nothing."""
+    config = config_of(built.variant)
+    boxes = mailboxes(config.box)
+    problems = [problem_of(built.variant, TOKENS, seed, boxes=boxes) for seed in range(calls)]
+    try:
+        report = run(built, *problems, races=True)
+    except SimulationError as error:
+        return str(error)
+    return "; ".join(str(race) for race in report.races or ())
+
+
+def without(built: Built, site: int) -> Built:
+    """The kernel without one of its barriers, waits and fences."""
+    places = list(_SITE.finditer(built.ptx))
+    assert len(places) == SITES
+    return replace(built, ptx=built.ptx[: places[site].start()] + built.ptx[places[site].end() :])
+
+
+def test_the_tail_has_no_races() -> None:
+    assert found(store().get(kernel(2, 16))) == ""
+
+
+@pytest.mark.parametrize("site", [i for i in range(SITES) if i != PREDECESSOR])
+def test_what_is_left_out_is_found(site: int) -> None:
+    assert found(without(store().get(kernel(2, 16)), site))
+
+
+def test_two_calls_have_no_races_and_need_the_wait_for_the_predecessor() -> None:
+    built = store().get(kernel(2, 16))
+    assert found(built, calls=2) == ""
+    assert found(without(built, PREDECESSOR), calls=2)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("two_shot", [0, 1])
+@pytest.mark.parametrize("units", [1, 2])
+def test_no_form_has_races(two_shot: int, units: int) -> None:
+    built = store().get(kernel(2, 32, 64 * units, units=units, two_shot=two_shot))
+    config = config_of(built.variant)
+    boxes = mailboxes(config.box)
+    for m in (32, 3):
+        problem = problem_of(built.variant, m, boxes=boxes)
+        assert not run(built, problem, races=True).races
