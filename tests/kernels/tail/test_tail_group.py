@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from tail_runs import alone, check, core, kernel, problem_of, real, run, same
 
 from k3fuse.kernels.common.mailbox import ErrorWord
 from k3fuse.kernels.simulator import DeadlockError
 from k3fuse.kernels.tail.builder import config_of
 from k3fuse.kernels.tail.problem import Problem, disarmed, mailboxes
-from tail_runs import alone, check, core, kernel, problem_of, real, run, same
 
 pytest.importorskip("cutlass")
 
 # Upstream's warp-instructions a rank, without moves and parameter loads, its push of the shared
-# partials included: TP, M -> count. Source: its kernels, unmodified, run in a simulator (docs page).
+# partials included: TP, M -> count. Source: its kernels, unmodified, run in a simulator (page).
 UPSTREAM = {
     (8, 1): 505_521, (8, 2): 815_024, (8, 4): 1_630_832, (8, 8): 667_696, (8, 16): 539_416,
     (8, 32): 810_592, (8, 64): 1_414_832, (16, 1): 322_281, (16, 2): 576_801, (16, 4): 1_097_992,
@@ -169,10 +169,11 @@ def test_what_is_missing_is_named(region: str, slot: int) -> None:
 
 
 def _alone_without(variant: Any, problem: Problem, values: dict[str, Any]) -> ErrorWord:
+    from tail_runs import store
+
     from k3fuse.kernels.check import Launch, run_sequence
     from k3fuse.kernels.simulator import Multicast
     from k3fuse.kernels.tail.builder import BUILDER
-    from tail_runs import store
 
     values |= {"mailbox": problem.boxes[0], "multicast": Multicast((problem.boxes[0],))}
     values |= {f"mailbox{i}": box for i, box in enumerate(problem.boxes)}

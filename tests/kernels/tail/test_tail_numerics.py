@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tail_runs import check, kernel, problem_of, rows_of, run, same
 
 from k3fuse.kernels.tail.problem import ARMED, BF16
-from tail_runs import check, kernel, problem_of, rows_of, run, same
 
 pytest.importorskip("cutlass")
 

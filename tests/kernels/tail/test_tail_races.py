@@ -6,12 +6,12 @@ import re
 from dataclasses import replace
 
 import pytest
+from tail_runs import kernel, problem_of, run, store
 
 from k3fuse.kernels.build.compile import Built
 from k3fuse.kernels.simulator import SimulationError
 from k3fuse.kernels.tail.builder import config_of
 from k3fuse.kernels.tail.problem import mailboxes
-from tail_runs import kernel, problem_of, run, store
 
 pytest.importorskip("cutlass")
 
