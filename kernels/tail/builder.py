@@ -92,10 +92,11 @@ class Tail:
 
     def trace(self, variant: Variant) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Return the kernel and stand-ins for its parameters; imports the DSL."""
-        from k3fuse.kernels.tail import device
+        from k3fuse.kernels.common.device.abi import arguments
+        from k3fuse.kernels.tail.device import Tail as Kernel
 
         config = config_of(variant)
-        return device.Tail(config), device.arguments(config)
+        return Kernel(config), arguments(config.addresses, config.sizes)
 
 
 def default_units(m: int, rows: int) -> int:

@@ -12,11 +12,11 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import Float32, Int32, Int64, memory
-from cutlass.cute.runtime import make_fake_stream
+from cutlass import Float32, Int32, Int64
 
 from k3fuse.kernels.common.device import lamport, ptx, stationary, vector
 from k3fuse.kernels.common.device.cluster import ALL_STEPS, butterfly
+from k3fuse.kernels.common.device.gemm import shared_memory
 from k3fuse.kernels.common.device.lamport import Publisher
 from k3fuse.kernels.common.device.stationary import Stationary
 from k3fuse.kernels.common.device.stream import bytes_of
@@ -40,15 +40,6 @@ from k3fuse.kernels.tail.mailbox import CTAS, LATENT
 
 ITEM = OWNED * 4  # bytes of one token's partial sums of a piece
 SIXTEEN = 16
-
-
-def arguments(config: Config) -> tuple[Any, ...]:
-    """Stand-ins for the parameters and a stream."""
-    return (
-        tuple(Int64(0) for _ in config.addresses),
-        tuple(Int32(0) for _ in config.sizes),
-        make_fake_stream(),
-    )
 
 
 def warps_total(address: Any) -> Any:
@@ -112,9 +103,7 @@ class Tail:
         )
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
-        layout = cute.make_layout(config.total)
-        base = memory.SmemAllocator().allocate_tensor(cutlass.Uint8, layout, 128)
-        base = base.iterator.toint()
+        base = shared_memory(config.total)
         warp = cute.arch.make_warp_uniform(tid // 32)
         lane = tid % 32
         part, first = cta % CLUSTER, cta // CLUSTER * Int32(ROWS * config.units)
