@@ -27,6 +27,7 @@ BUILDERS = {
     "router_front": "k3fuse.kernels.router.front_builder:BUILDER",
     "router_route": "k3fuse.kernels.router.route_builder:BUILDER",
     "tail": "k3fuse.kernels.tail.builder:BUILDER",
+    "experts": "k3fuse.kernels.experts.builder:BUILDER",
 }
 
 Pairs = tuple[tuple[str, int], ...]

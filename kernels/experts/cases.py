@@ -1,0 +1,209 @@
+"""What the experts kernel must do: cases for `k3fuse kernels check`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from k3fuse.kernels.build.variant import Variant
+from k3fuse.kernels.check import Case, CheckTarget, Launch, Output, Step
+from k3fuse.kernels.check.run import Value
+from k3fuse.kernels.common.microscaling import BLOCK
+from k3fuse.kernels.common.operands import float_bits
+from k3fuse.kernels.common.tolerances import tolerance
+from k3fuse.kernels.experts import reference
+from k3fuse.kernels.experts.builder import BUILDER, config_of, k3
+from k3fuse.kernels.experts.config import CLUSTER, WARPS, Config
+from k3fuse.kernels.experts.reference import Activation
+from k3fuse.kernels.simulator import Fresh
+
+BF16 = torch.bfloat16
+SITU = Activation("situ", 4.0, 25.0)
+# A matrix of random E2M1 codes has entries of root mean square 2.9; codes 0..7 and their negatives.
+CODES_RMS = 2.9
+# Experts that a case keeps in memory; a rank of the model has 896.
+EXPERTS = 18
+# For random schedules and the race checker: one cluster, two units of one expert.
+SMALL = {"latent": 896, "inter": 64, "hidden": 0, "shared": 0, "top_k": 2}
+SMALL_EXPERTS, SMALL_M = 3, 9
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Operands of one launch on one rank, made from a seed, and what comes out.
+
+    x [m, latent], ids and weights [m, top_k]; w13, w2 and their scales as `builder.py` has them.
+    shared: x [m, shared], down [hidden, shared] and the output [m, hidden], or None.
+    """
+
+    config: Config
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+    w13: Tensor
+    w13_scale: Tensor
+    w2: Tensor
+    w2_scale: Tensor
+    rows: Tensor
+    arrivals: Tensor
+    routed: Tensor
+    shared: tuple[Tensor, Tensor, Tensor] | None
+    activation: Activation = SITU
+
+    @property
+    def m(self) -> int:
+        """Tokens."""
+        return self.x.shape[0]
+
+    @property
+    def used(self) -> int:
+        """Distinct experts that exist."""
+        experts = self.w13.shape[0]
+        return int(torch.unique(self.ids[(self.ids >= 0) & (self.ids < experts)]).numel())
+
+    def values(self) -> dict[str, Value]:
+        """The kernel's parameters by name."""
+        beta, linear = self.activation.beta, self.activation.linear_beta
+        found: dict[str, Value] = {
+            "x": self.x, "ids": self.ids, "weights": self.weights, "w13": self.w13,
+            "w13_scale": self.w13_scale, "w2": self.w2, "w2_scale": self.w2_scale,
+            "rows": Fresh(self.rows), "arrivals": self.arrivals, "routed": Fresh(self.routed),
+            "m": self.m, "experts": self.w13.shape[0], "x_pitch": self.x.stride(0),
+            "beta": float_bits(beta), "inverse_beta": float_bits(1 / beta),
+            "linear_beta": float_bits(linear), "inverse_linear_beta": float_bits(1 / linear),
+        }  # fmt: skip
+        if self.shared is not None:
+            x, down, out = self.shared
+            found |= {
+                "shared_x": x, "shared_down": down, "shared_out": Fresh(out),
+                "shared_pitch": x.stride(0),
+            }  # fmt: skip
+        return found
+
+    def needed(self) -> dict[str, int]:
+        """Bytes that have to move at least: a distinct expert once, whatever its tokens."""
+        found = {
+            name: getattr(self, name)[0].nbytes * self.used
+            for name in ("w13", "w13_scale", "w2", "w2_scale")
+        }
+        found |= {name: getattr(self, name).nbytes for name in ("x", "ids", "weights", "routed")}
+        if self.shared is not None:
+            names = "shared_x", "shared_down", "shared_out"
+            found |= {name: t.nbytes for name, t in zip(names, self.shared, strict=True)}
+        # Scratch, which another division of the work would not have.
+        return found | {"rows": 0, "arrivals": 0}
+
+    def expected(self) -> Tensor:
+        """The routed partial [m, latent]."""
+        rows = reference.routed_rows(
+            self.x, self.ids, self.w13, self.w13_scale, self.w2, self.w2_scale, self.activation,
+            self.config.floor,
+        )  # fmt: skip
+        return reference.weighted_sum(rows, self.weights)
+
+    def idle(self) -> str:
+        """Whether the counts are zeros again."""
+        left = int(self.arrivals.abs().max())
+        return "" if left == 0 else f"a count is {left} after the launch"
+
+
+def exact_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x [m, k] times weight [n, k] transposed in FP64, rounded once."""
+    return (x.double() @ weight.double().t()).to(BF16)
+
+
+def routing(kind: str, m: int, top_k: int, experts: int, generator: torch.Generator) -> Tensor:
+    """Ids [m, top_k], no expert twice in a row: "uniform", "skewed" (few experts get most tokens)
+    or "same" (all tokens have the same)."""
+    weight = torch.ones(experts)
+    if kind == "skewed":
+        weight = 0.5 ** torch.arange(experts).double()
+    if kind == "same":
+        return torch.randperm(experts, generator=generator)[:top_k].expand(m, -1).contiguous()
+    rows = weight.expand(m, -1).clamp(min=1e-6)
+    return torch.multinomial(rows.float(), top_k, generator=generator)
+
+
+def problem(
+    variant: Variant, m: int, seed: int, *, experts: int = EXPERTS, kind: str = "uniform"
+) -> Problem:
+    """Operands of m tokens: x about 1, gate and up about 2, outputs about 1."""
+    config = config_of(variant)
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, gain: float = 1.0) -> Tensor:
+        return (torch.randn(*shape, generator=generator) * gain).to(BF16)
+
+    def matrix(rows: int, columns: int, gain: float) -> tuple[Tensor, Tensor]:
+        size = (experts, rows, columns // 2)
+        codes = torch.randint(0, 256, size, generator=generator, dtype=torch.uint8)
+        size = (experts, rows, columns // BLOCK)
+        power = round(float(torch.tensor(gain / CODES_RMS / columns**0.5).log2()))
+        # Scales of a matrix differ by factors up to 8.
+        scales = torch.randint(power + 125, power + 129, size, generator=generator)
+        return codes, scales.to(torch.uint8)
+
+    x = normal(m, config.latent)
+    ids = routing(kind, m, config.top_k, experts, generator)
+    weights = torch.rand(m, config.top_k, generator=generator)
+    weights = weights / weights.sum(1, keepdim=True)
+    w13, w2 = (
+        matrix(2 * config.inter, config.latent, 2.0),
+        matrix(config.latent, config.inter, 1.0),
+    )
+    shared = None
+    if config.shared:
+        shared = (
+            normal(m, config.shared),
+            normal(config.hidden, config.shared, gain=config.shared**-0.5),
+            torch.empty(m, config.hidden, dtype=BF16),
+        )
+    return Problem(
+        config,
+        x,
+        ids if config.wide_ids else ids.int(),
+        weights if config.float_weights else weights.to(BF16),
+        *w13,
+        *w2,
+        torch.empty(m, config.top_k, config.latent, dtype=BF16),
+        torch.zeros(m, CLUSTER, WARPS, dtype=torch.int32),
+        torch.empty(m, config.latent, dtype=BF16),
+        shared,
+    )
+
+
+def step(variant: Variant, m: int, seed: int, **how: int | str) -> Step:
+    """One launch on one rank: every rank does the same with its share."""
+    made = problem(variant, m, seed, **how)  # type: ignore[arg-type]
+    launch = Launch(variant, [made.values()], made.needed())
+    # Two roundings to BF16: the slots' rows, and their sum.
+    band = tolerance(BF16, made.config.latent, 2)
+    outputs = [Output("routed", 0, made.routed, made.expected(), band)]
+    if made.shared is not None:
+        x, down, out = made.shared
+        band = tolerance(BF16, made.config.shared)
+        outputs.append(Output("shared_out", 0, out, exact_linear(x, down), band))
+    return Step((launch,), tuple(outputs), {"counts are cleared": made.idle})
+
+
+def kernel(arch: str, shape: Mapping[str, int], **config: int) -> Variant:
+    """The variant of a shape."""
+    return BUILDER.variant(arch, shape, config)
+
+
+def most(m: int) -> int:
+    """Tokens that the kernel for m tokens is compiled for."""
+    return next(size for size in (8, 16, 32, 64) if m <= size)
+
+
+def cases(target: CheckTarget, m: int) -> tuple[Case, ...]:
+    """Routed experts of Kimi K3 with the shared expert beside them."""
+    full = kernel(target.arch, k3(target.tp, most(m)))
+    few = min(m, SMALL_M)
+    small = kernel(target.arch, {**SMALL, "m": most(few)}, clusters=1)
+    less = partial(step, small, few, experts=SMALL_EXPERTS, kind="skewed")
+    return (Case(BUILDER.op, full.name, partial(step, full, m), less, less),)

@@ -1,0 +1,153 @@
+"""Between FC1 and FC2: sums over the warps, SiTU, exchange in the cluster, MXFP8. Imports the DSL.
+
+Each CTA has an eighth of the hidden row, which is no whole number of blocks of 32. So the FP32
+values go to all CTAs of the cluster, and each of them rounds the whole row to MXFP8: the same bits.
+
+There are two buffers. A CTA that has read one says so to its peers; they wait for that before they
+fill it again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from k3fuse.kernels.common.device import ptx
+from k3fuse.kernels.experts import words
+from k3fuse.kernels.experts.config import BLOCK, CLUSTER, COLUMNS, UNIT, WARPS, Config
+from k3fuse.kernels.experts.multiply_device import all_partial_sums
+
+WORKERS = 32 * WARPS
+QUAD = UNIT // 2  # tokens of one 16-byte store
+
+# tanh z = z + z^3 (c3 + c5 z^2 + ...) below LIMIT, where the exponential form would cancel; the
+# first term left out is 9e-9 of the value there.
+LIMIT = 0.25
+TANH = (-1 / 3, 2 / 15, -17 / 315, 62 / 2835)
+
+
+def tanh(z: Any) -> Any:
+    """tanh within a few units of the last place."""
+    square = z * z
+    series = Float32(TANH[3])
+    for factor in reversed(TANH[:3]):
+        series = series * square + Float32(factor)
+    small = z + z * square * series
+    size = ptx.as_f32(ptx.as_i32(z) & Int32(0x7FFFFFFF))
+    power = ptx.exp(size * Float32(-2.0))
+    large = (Float32(1.0) - power) * ptx.reciprocal(Float32(1.0) + power)
+    sign = ptx.as_i32(z) & Int32(-(2**31))
+    large = ptx.as_f32(ptx.as_i32(large) | sign)
+    return ptx.select(size < Float32(LIMIT), small, large)
+
+
+def situ(gate: Any, up: Any, given: Any) -> Any:
+    """beta tanh(gate / beta) sigmoid(gate) linear_beta tanh(up / linear_beta)."""
+    sigmoid = ptx.reciprocal(Float32(1.0) + ptx.exp(Float32(0.0) - gate))
+    squashed = ptx.as_f32(given.beta) * tanh(gate * ptx.as_f32(given.inverse_beta)) * sigmoid
+    linear = ptx.as_f32(given.linear_beta) * tanh(up * ptx.as_f32(given.inverse_linear_beta))
+    return squashed * linear
+
+
+def own_at(config: Config, base: Any, unit: Any, column: Any, quad: Any) -> Any:
+    """Where four tokens of one of this CTA's columns lie."""
+    place = (unit * Int32(config.width) + column) * Int32(2) + quad
+    return base + Int32(config.own) + place * Int32(16)
+
+
+@cute.jit
+def activate(
+    config: cutlass.Constexpr,
+    given: cutlass.Constexpr,
+    base: Int32,
+    first: Int32,
+    units: Int32,
+    tid: Int32,
+) -> None:
+    """Add up the partial sums of tiles and units number first, first + 1, ...; SiTU.
+
+    Number n is unit n % units of tile n // units; as many as a CTA has tiles. A thread takes four
+    tokens of a column.
+    """
+    for turn in cutlass.range_constexpr(-(-config.tiles1 * 2 * COLUMNS // WORKERS)):
+        work = tid + Int32(WORKERS * turn)
+        if work < config.tiles1 * 2 * COLUMNS:
+            place, inside = work // Int32(2 * COLUMNS), work % Int32(2 * COLUMNS)
+            column, quad = inside // Int32(2), inside % Int32(2)
+            number = first + place
+            address = base + Int32(config.sums) + place * Int32(config.sums_tile)
+            address = address + inside * Int32(32)
+            left = all_partial_sums(config, address, 0)
+            right = all_partial_sums(config, address, 16)
+            gates, ups = [*left[:2], *right[:2]], [*left[2:], *right[2:]]
+            made = [situ(gate, up, given) for gate, up in zip(gates, ups, strict=True)]
+            whole = number // units * Int32(COLUMNS) + column
+            ptx.shared_store16(own_at(config, base, number % units, whole, quad), made)
+
+
+@cute.jit
+def exchange(
+    config: cutlass.Constexpr,
+    base: Int32,
+    unit: Int32,
+    tokens: Int32,
+    number: Int32,
+    part: Int32,
+    tid: Int32,
+) -> None:
+    """Send this CTA's columns of a unit to the cluster, wait for all of it, round it to MXFP8.
+
+    tokens: of the unit. number: exchanges before this one. All multiplying warps.
+    """
+    buffer = number % Int32(2)
+    barrier = base + Int32(config.arrived) + buffer * Int32(8)
+    rows = base + Int32(config.rows) + buffer * Int32(config.rows_bytes)
+    quads = ptx.select(tokens > Int32(QUAD), Int32(2), Int32(1))
+    free = base + Int32(config.free) + buffer * Int32(8)
+    if tid == 0:
+        ptx.barrier_expect(barrier, quads * Int32(config.inter * 16))
+    if number >= 2:
+        ptx.barrier_wait(free, (number // Int32(2) + Int32(1)) % Int32(2), "cluster")
+    for turn in cutlass.range_constexpr(-(-config.width * 2 // WORKERS)):
+        work = tid + Int32(WORKERS * turn)
+        column, quad = work // Int32(2), work % Int32(2)
+        if work < config.width * 2 and quad < quads:
+            values = ptx.shared_load16_f32(own_at(config, base, unit, column, quad))
+            place = ((part * Int32(config.width) + column) * Int32(2) + quad) * Int32(16)
+            for cta in cutlass.range_constexpr(CLUSTER):
+                words.send16(rows + place, values, barrier, cta)
+    ptx.barrier_wait(barrier, number // Int32(2) % Int32(2), "cluster")
+    warp, lane = tid // Int32(32), tid % Int32(32)
+    for turn in cutlass.range_constexpr(-(-config.blocks2 // WARPS)):
+        block = warp + Int32(WARPS * turn)
+        if block < config.blocks2:
+            round_block(config, base, rows, block, unit, quads, lane)
+    ptx.named_barrier(1, WORKERS)
+    if tid < CLUSTER:
+        words.arrive_at(free, tid)
+
+
+def round_block(
+    config: Config, base: Any, rows: Any, block: Any, unit: Any, quads: Any, lane: Any
+) -> None:
+    """32 columns of a unit's hidden rows, a lane each: MXFP8, in BF16 in the order of FC2."""
+    place = rows + (block * Int32(BLOCK) + lane) * Int32(4 * UNIT)
+    values = list(ptx.shared_load16_f32(place))
+    values += words.shared_load16_f32_if(place, 16, quads - Int32(1))
+    powers = []
+    for value in values:
+        magnitude = words.warp_most(ptx.as_i32(value) & Int32(0x7FFFFFFF))
+        powers.append(words.power_of(magnitude, config.floor))
+    inside = lane % Int32(UNIT)
+    # Columns j and j + 4 of eight are neighbours.
+    offset = lane // Int32(UNIT) * Int32(16) + inside % Int32(4) * Int32(4)
+    offset = offset + inside // Int32(4) * Int32(2) + block * Int32(2 * BLOCK)
+    target = base + Int32(config.hidden_rows) + offset
+    target = target + unit * Int32(UNIT * config.hidden_pitch)
+    for i in range(0, UNIT, 2):
+        word = words.through_fp8(values[i], values[i + 1], *powers[i], *powers[i + 1])
+        for odd in range(2):
+            words.shared_store2(target, word, bool(odd), (i + odd) * config.hidden_pitch)
