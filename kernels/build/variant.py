@@ -28,6 +28,7 @@ BUILDERS = {
     "router_route": "k3fuse.kernels.router.route_builder:BUILDER",
     "tail": "k3fuse.kernels.tail.builder:BUILDER",
     "experts": "k3fuse.kernels.experts.builder:BUILDER",
+    "shared_gate_up": "k3fuse.kernels.experts.gate_up:BUILDER",
 }
 
 Pairs = tuple[tuple[str, int], ...]

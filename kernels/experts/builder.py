@@ -13,7 +13,7 @@ The ABI is the plan's parameter list (`config.py`):
     shared_down [hidden, shared] BF16, contiguous
     shared_out [m, hidden] BF16        written
     m, experts, x_pitch                i32; pitches in elements, multiples of 8
-    beta, inverse_beta, linear_beta, inverse_linear_beta   bits of FP32
+    beta, linear_beta                  i32, the bits of FP32
     shared_pitch                       i32
 
 All addresses are 16-byte aligned; outputs and scratch overlap nothing.
@@ -103,10 +103,11 @@ class ExpertsBuilder:
 
     def trace(self, variant: Variant) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Return the kernel and stand-ins for its parameters; imports the DSL."""
+        from k3fuse.kernels.common.device.abi import arguments
         from k3fuse.kernels.experts import device
 
         config = config_of(variant)
-        return device.Experts(config), device.arguments(config)
+        return device.Experts(config), arguments(config.addresses, config.sizes)
 
 
 def k3(tp: int, m: int) -> dict[str, int]:

@@ -73,8 +73,7 @@ class Problem:
             "w13_scale": self.w13_scale, "w2": self.w2, "w2_scale": self.w2_scale,
             "rows": Fresh(self.rows), "arrivals": self.arrivals, "routed": Fresh(self.routed),
             "m": self.m, "experts": self.w13.shape[0], "x_pitch": self.x.stride(0),
-            "beta": float_bits(beta), "inverse_beta": float_bits(1 / beta),
-            "linear_beta": float_bits(linear), "inverse_linear_beta": float_bits(1 / linear),
+            "beta": float_bits(beta), "linear_beta": float_bits(linear),
         }  # fmt: skip
         if self.shared is not None:
             x, down, out = self.shared

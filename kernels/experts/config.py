@@ -272,9 +272,9 @@ class Config:
 
     @property
     def sizes(self) -> tuple[str, ...]:
-        """Names of the 32-bit parameters; the betas and their inverses are the bits of FP32."""
-        betas = ("beta", "inverse_beta", "linear_beta", "inverse_linear_beta")
-        return ("m", "experts", "x_pitch", *betas, *(("shared_pitch",) if self.shared else ()))
+        """Names of the 32-bit parameters; the betas are the bits of FP32."""
+        shared = ("shared_pitch",) if self.shared else ()
+        return ("m", "experts", "x_pitch", "beta", "linear_beta", *shared)
 
     @property
     def name(self) -> str:

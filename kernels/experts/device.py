@@ -15,10 +15,10 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import Int32, Int64, memory
-from cutlass.cute.runtime import make_fake_stream
+from cutlass import Int32
 
 from k3fuse.kernels.common.device import ptx
+from k3fuse.kernels.common.device.gemm import shared_memory
 from k3fuse.kernels.experts import (
     fetch_device,
     finish_device,
@@ -28,15 +28,6 @@ from k3fuse.kernels.experts import (
 )
 from k3fuse.kernels.experts.config import CLUSTER, NONE, THREADS, TILE, UNIT, WARPS, Config
 from k3fuse.kernels.experts.hidden_device import WORKERS
-
-
-def arguments(config: Config) -> tuple[Any, ...]:
-    """Stand-ins for the parameters and a stream."""
-    return (
-        tuple(Int64(0) for _ in config.addresses),
-        tuple(Int32(0) for _ in config.sizes),
-        make_fake_stream(),
-    )
 
 
 class Experts:
@@ -71,9 +62,7 @@ class Experts:
         )
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
-        layout = cute.make_layout(config.shared_memory)
-        base = memory.SmemAllocator().allocate_tensor(cutlass.Uint8, layout, 128)
-        base = base.iterator.toint()
+        base = shared_memory(config.shared_memory)
         warp = cute.arch.make_warp_uniform(tid // 32)
         lane = tid % 32
         part, cluster = cta % CLUSTER, cta // CLUSTER

@@ -13,43 +13,16 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Int32
 
 from k3fuse.kernels.common.device import ptx
+from k3fuse.kernels.common.device.situ import situ
 from k3fuse.kernels.experts import words
 from k3fuse.kernels.experts.config import BLOCK, CLUSTER, COLUMNS, UNIT, WARPS, Config
 from k3fuse.kernels.experts.multiply_device import all_partial_sums
 
 WORKERS = 32 * WARPS
 QUAD = UNIT // 2  # tokens of one 16-byte store
-
-# tanh z = z + z^3 (c3 + c5 z^2 + ...) below LIMIT, where the exponential form would cancel; the
-# first term left out is 9e-9 of the value there.
-LIMIT = 0.25
-TANH = (-1 / 3, 2 / 15, -17 / 315, 62 / 2835)
-
-
-def tanh(z: Any) -> Any:
-    """tanh within a few units of the last place."""
-    square = z * z
-    series = Float32(TANH[3])
-    for factor in reversed(TANH[:3]):
-        series = series * square + Float32(factor)
-    small = z + z * square * series
-    size = ptx.as_f32(ptx.as_i32(z) & Int32(0x7FFFFFFF))
-    power = ptx.exp(size * Float32(-2.0))
-    large = (Float32(1.0) - power) * ptx.reciprocal(Float32(1.0) + power)
-    sign = ptx.as_i32(z) & Int32(-(2**31))
-    large = ptx.as_f32(ptx.as_i32(large) | sign)
-    return ptx.select(size < Float32(LIMIT), small, large)
-
-
-def situ(gate: Any, up: Any, given: Any) -> Any:
-    """beta tanh(gate / beta) sigmoid(gate) linear_beta tanh(up / linear_beta)."""
-    sigmoid = ptx.reciprocal(Float32(1.0) + ptx.exp(Float32(0.0) - gate))
-    squashed = ptx.as_f32(given.beta) * tanh(gate * ptx.as_f32(given.inverse_beta)) * sigmoid
-    linear = ptx.as_f32(given.linear_beta) * tanh(up * ptx.as_f32(given.inverse_linear_beta))
-    return squashed * linear
 
 
 def own_at(config: Config, base: Any, unit: Any, column: Any, quad: Any) -> Any:
@@ -83,7 +56,8 @@ def activate(
             left = all_partial_sums(config, address, 0)
             right = all_partial_sums(config, address, 16)
             gates, ups = [*left[:2], *right[:2]], [*left[2:], *right[2:]]
-            made = [situ(gate, up, given) for gate, up in zip(gates, ups, strict=True)]
+            betas = ptx.as_f32(given.beta), ptx.as_f32(given.linear_beta)
+            made = [situ(gate, up, *betas) for gate, up in zip(gates, ups, strict=True)]
             whole = number // units * Int32(COLUMNS) + column
             ptx.shared_store16(own_at(config, base, number % units, whole, quad), made)
 
