@@ -1,0 +1,182 @@
+"""From the op's tensors to its launches: shared gate and up, experts, tail."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from k3fuse.kernels.build.errors import LaunchError, VariantError
+from k3fuse.kernels.build.variant import Variant
+from k3fuse.kernels.common.operands import ALIGNMENT, address, float_bits, pitch, readable
+from k3fuse.kernels.common.policy import MAX_M, Row, chip_of
+from k3fuse.kernels.common.runtime import RUNTIME, Runtime
+from k3fuse.kernels.experts import gate_up
+from k3fuse.kernels.experts.builder import BUILDER, config_of
+from k3fuse.kernels.experts.config import CLUSTER, MAX_EXPERTS, WARPS
+from k3fuse.kernels.experts.reference import Activation
+
+BF16 = torch.bfloat16
+# Torch type of the ids -> the variant's wide_ids; of the routing weights -> float_weights.
+IDS = {torch.int64: 1, torch.int32: 0}
+WEIGHTS = {torch.bfloat16: 0, torch.float32: 1}
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The op's tensors that both launches before the tail take; names and shapes as in the op."""
+
+    hidden: Tensor
+    topk_weights: Tensor
+    topk_ids: Tensor
+    w13: Tensor
+    w13_scale: Tensor | None
+    w2: Tensor
+    w2_scale: Tensor | None
+    shared_hidden: Tensor | None
+    shared_gate_up: Sequence[Tensor]
+    shared_down: Tensor | None
+
+    @property
+    def shared_x(self) -> Tensor:
+        """What the shared expert reads."""
+        return self.hidden if self.shared_hidden is None else self.shared_hidden
+
+    @property
+    def halves(self) -> tuple[Tensor, Tensor]:
+        """Gate and up [S, H] of the shared expert."""
+        first = self.shared_gate_up[0]
+        if len(self.shared_gate_up) > 1:
+            return first, self.shared_gate_up[1]
+        gate, up = first.chunk(2)
+        return gate, up
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """Weights and scales that are read in place, by name."""
+        named = {
+            "w13": self.w13, "w13_scale": self.w13_scale, "w2": self.w2, "w2_scale": self.w2_scale,
+            "shared_down": self.shared_down,
+            **{f"shared_gate_up[{i}]": w for i, w in enumerate(self.shared_gate_up)},
+        }  # fmt: skip
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+def variants(row: Row, target: str, given: Operands, floor: bool) -> tuple[Variant, Variant]:
+    """The kernels that a policy row launches: gate and up, then the experts.
+
+    Raises VariantError for sizes outside the kernels.
+    """
+    arch, tp = chip_of(target)
+    hidden, width = given.halves[0].shape[1], given.halves[0].shape[0]
+    first = gate_up.BUILDER.variant(arch, {"m": row.m_max, "k": hidden, "width": width}, {})
+    shape = {
+        "m": row.m_max, "tp": tp, "latent": given.hidden.shape[1], "inter": 2 * given.w2.shape[2],
+        "hidden": 0 if given.shared_down is None else given.shared_down.shape[0],
+        "shared": width, "top_k": given.topk_ids.shape[1],
+    }  # fmt: skip
+    config = {
+        "floor": int(floor),
+        "float_weights": WEIGHTS[given.topk_weights.dtype],
+        "wide_ids": IDS[given.topk_ids.dtype],
+    }
+    return first, BUILDER.variant(arch, shape, config)
+
+
+def misfit(row: Row, target: str, given: Operands, activation: Activation) -> str:
+    """Why the kernels cannot serve these operands, "" where they can. Rows may have any stride."""
+    if activation.name != "situ":
+        return f"activation is {activation.name!r}, the kernels compute 'situ'"
+    if given.w13_scale is None or given.w2_scale is None:
+        return "the experts' weights have no scales, the kernel reads MXFP4"
+    if given.shared_down is None:
+        return "there is no shared expert, which the kernel computes beside the routed ones"
+    for name, tensor in (("hidden", given.hidden), ("shared_hidden", given.shared_x)):
+        if tensor.dtype != BF16:
+            return f"{name} is {tensor.dtype}, the kernels take torch.bfloat16"
+    if given.topk_weights.dtype not in WEIGHTS:
+        return f"topk_weights is {given.topk_weights.dtype}, the kernel takes BF16 or FP32"
+    if given.w13.shape[0] > MAX_EXPERTS:
+        return f"there are {given.w13.shape[0]} experts, the kernel sorts {MAX_EXPERTS}"
+    for name, tensor in given.weights.items():
+        if not tensor.is_contiguous():
+            return f"{name} has strides {tensor.stride()}, the kernels read contiguous rows"
+        if tensor.data_ptr() % ALIGNMENT:
+            return f"{name} starts at no multiple of {ALIGNMENT} bytes"
+    try:
+        variants(row, target, given, False)
+    except VariantError as error:
+        return str(error)
+    return ""
+
+
+_ARRIVALS: dict[torch.device, Tensor] = {}
+_LOCK = threading.Lock()
+
+
+def arrivals(device: torch.device) -> Tensor:
+    """The counts of the slots' sums on a device, all 0 between two launches; made once.
+
+    Launches on one device share them, so they must be in one stream or ordered. Raises LaunchError
+    inside a graph capture where they do not exist yet: the graph would own their memory.
+    """
+    with _LOCK:
+        found = _ARRIVALS.get(device)
+        if found is None:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise LaunchError(
+                    "the experts' counts do not exist yet and cannot be made while a CUDA graph is "
+                    "captured; run one step without a graph first"
+                )
+            found = torch.zeros(MAX_M, CLUSTER, WARPS, dtype=torch.int32, device=device)
+            _ARRIVALS[device] = found
+        return found
+
+
+def partials(
+    row: Row,
+    target: str,
+    given: Operands,
+    activation: Activation,
+    floor: bool,
+    *,
+    runtime: Runtime = RUNTIME,
+) -> tuple[Tensor, Tensor]:
+    """This rank's routed [M, L] and shared [M, H] partials, BF16, in two launches.
+
+    given: operands without a `misfit`; rows that cannot be read in place are copied. floor: the
+    hidden row's MXFP8 scale follows the floor rule. Raises LaunchError.
+    """
+    first, second = variants(row, target, given, floor)
+    m, (gate, up) = given.hidden.shape[0], given.halves
+    betas = {
+        "beta": float_bits(activation.beta), "linear_beta": float_bits(activation.linear_beta),
+    }  # fmt: skip
+    shared_x, down = readable(given.shared_x), given.shared_down
+    mid = shared_x.new_empty(m, gate.shape[0])
+    values = {
+        "x": address(shared_x), "gate": address(gate), "up": address(up), "hidden": address(mid),
+        "m": m, "x_pitch": pitch(shared_x), **betas,
+    }  # fmt: skip
+    names = (*gate_up.ADDRESSES, *gate_up.SIZES)
+    runtime.kernel(first)(*(values[name] for name in names))
+    config = config_of(second)
+    x, ids, weights = (
+        readable(given.hidden), given.topk_ids.contiguous(), given.topk_weights.contiguous(),
+    )  # fmt: skip
+    rows = x.new_empty(m, config.top_k, config.latent)
+    routed, shared = x.new_empty(m, config.latent), x.new_empty(m, config.hidden)
+    values = {
+        "x": address(x), "ids": address(ids), "weights": address(weights),
+        "w13": address(given.w13), "w13_scale": address(given.w13_scale), "w2": address(given.w2),
+        "w2_scale": address(given.w2_scale), "rows": address(rows),
+        "arrivals": address(arrivals(x.device)), "routed": address(routed),
+        "shared_x": address(mid), "shared_down": address(down), "shared_out": address(shared),
+        "m": m, "experts": given.w13.shape[0], "x_pitch": pitch(x),
+        "shared_pitch": pitch(mid), **betas,
+    }  # fmt: skip
+    runtime.kernel(second)(*(values[name] for name in (*config.addresses, *config.sizes)))
+    return routed, shared

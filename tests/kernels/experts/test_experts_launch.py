@@ -1,0 +1,143 @@
+"""From the op's tensors to the launches: operands in place, kernels per count, what is refused."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from expert_runs import BF16, store
+from torch import Tensor
+
+from k3fuse.kernels.common.policy import Row
+from k3fuse.kernels.common.tolerances import compare, tolerance
+from k3fuse.kernels.experts import launch as launching
+from k3fuse.kernels.experts import reference
+from k3fuse.kernels.experts.cases import SITU, kernel, problem
+from k3fuse.kernels.experts.launch import Operands, misfit, partials, variants
+from k3fuse.kernels.experts.reference import Activation
+from k3fuse.kernels.simulator import Inside, Launch, simulate_sequence
+
+TARGET = "gb300:tp16"
+ROW = Row(1, 8, "mx_experts", 3, "for these tests")
+HIDDEN, SHARED = 7168, 192
+
+
+def operands(m: int, merged: bool = True) -> Operands:
+    """A narrow expert of the kernel's 16 clusters, and a shared expert of 1024 input columns."""
+    shape = {"m": 8, "latent": 896, "inter": 64, "top_k": 2, "hidden": 0, "shared": 0}
+    made = problem(kernel("sm_103a", shape), m, seed=m, experts=4)
+    generator = torch.Generator().manual_seed(m)
+
+    def normal(*size: int) -> Tensor:
+        return (torch.randn(*size, generator=generator) * size[-1] ** -0.5).to(BF16)
+
+    gate_up = normal(2 * SHARED, 1024)
+    halves = [gate_up] if merged else [half.clone() for half in gate_up.chunk(2)]
+    return Operands(
+        made.x, made.weights, made.ids, made.w13, made.w13_scale, made.w2, made.w2_scale,
+        normal(m, 1024) * 32, halves, normal(HIDDEN, SHARED),
+    )  # fmt: skip
+
+
+class Recorder:
+    """A runtime that keeps what would have been launched."""
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[Any, tuple[int, ...]]] = []
+
+    def kernel(self, chosen: Any) -> Any:
+        return lambda *values: self.launched.append((chosen, values))
+
+
+def simulate(recorder: Recorder, tensors: list[Tensor]) -> None:
+    """Run all launches; every address must lie in one of the tensors."""
+    made = []
+    for chosen, numbers in recorder.launched:
+        built = store().get(chosen)
+        params: list[Any] = []
+        for parameter, number in zip(built.plan.parameters, numbers, strict=True):
+            if parameter.kind != "pointer":
+                params.append(number)
+                continue
+            inside = [t for t in tensors if 0 <= number - t.data_ptr() < t.nbytes]
+            assert len(inside) == 1, parameter.name
+            params.append(Inside(inside[0], number - inside[0].data_ptr()))
+        plan = built.plan
+        made.append(
+            Launch(
+                built.ptx, plan.grid, plan.block, [params], cluster=plan.cluster,
+                dynamic_smem=plan.dynamic_smem, pdl=plan.pdl,
+                names=[p.name for p in plan.parameters],
+            )
+        )  # fmt: skip
+    simulate_sequence(made, ranks=1)
+
+
+def test_the_launches_compute_the_partials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gate and up, then the experts; the latter may start early, and waits."""
+    given = operands(3)
+    kept: list[Tensor] = []
+    empty = Tensor.new_empty
+
+    def keep(self: Tensor, *size: Any, **how: Any) -> Tensor:
+        kept.append(empty(self, *size, **how))
+        return kept[-1]
+
+    monkeypatch.setattr(Tensor, "new_empty", keep)
+    recorder = Recorder()
+    runtime: Any = recorder
+    assert misfit(ROW, TARGET, given, SITU) == ""
+    routed, shared = partials(ROW, TARGET, given, SITU, False, runtime=runtime)
+    assert [variant.op for variant, _ in recorder.launched] == ["shared_gate_up", "experts"]
+    counts = launching.arrivals(given.hidden.device)
+    tensors = [*given.weights.values(), given.hidden, given.shared_x, given.topk_ids]
+    simulate(recorder, [*tensors, given.topk_weights, counts, *kept])
+    assert given.w13_scale is not None
+    assert given.w2_scale is not None
+    assert given.shared_down is not None
+    rows = reference.routed_rows(
+        given.hidden, given.topk_ids, given.w13, given.w13_scale, given.w2, given.w2_scale, SITU,
+        False,
+    )  # fmt: skip
+    expected = reference.weighted_sum(rows, given.topk_weights)
+    assert compare(routed, expected, tolerance(BF16, 896, 2)).ok
+    expected = reference.shared_expert(
+        given.shared_x, given.shared_gate_up, given.shared_down, SITU
+    )
+    assert compare(shared, expected, tolerance(BF16, 1024, 2)).ok
+    assert int(counts.abs().max()) == 0
+
+
+def test_a_kernel_for_every_form() -> None:
+    given = operands(2, merged=False)
+    first, second = variants(ROW, TARGET, given, True)
+    assert (first.size("m"), first.size("width")) == (8, SHARED)
+    assert [second.tuning(n) for n in ("floor", "float_weights", "wide_ids")] == [1, 0, 1]
+    other = replace(given, topk_ids=given.topk_ids.int(), topk_weights=given.topk_weights.float())
+    _, second = variants(replace(ROW, m_max=64), TARGET, other, False)
+    assert [second.tuning(n) for n in ("floor", "float_weights", "wide_ids")] == [0, 1, 0]
+    assert second.size("m") == 64
+
+
+def test_operands_that_do_not_fit_are_named() -> None:
+    given = operands(2)
+    odd = torch.zeros(given.w13.numel() + 8, dtype=torch.uint8)[8:].view(given.w13.shape)
+    for change, said in (
+        ({"hidden": given.hidden.float()}, "hidden is torch.float32"),
+        ({"shared_hidden": given.shared_x.half()}, "shared_hidden is torch.float16"),
+        ({"topk_weights": given.topk_weights.half()}, "topk_weights is torch.float16"),
+        ({"w13_scale": None, "w2_scale": None}, "have no scales"),
+        ({"shared_down": None, "shared_gate_up": []}, "no shared expert"),
+        ({"w13": odd}, "w13 starts at no multiple of 16 bytes"),
+        ({"w2": given.w2.transpose(1, 2)}, "w2 has strides"),
+        ({"w13": given.w13.repeat(256, 1, 1)}, "1024 experts"),
+        ({"hidden": given.hidden[:, :800]}, "latent=800"),
+        ({"shared_down": torch.zeros(7000, SHARED, dtype=BF16)}, "hidden=7000"),
+    ):
+        message = misfit(ROW, TARGET, replace(given, **change), SITU)  # type: ignore[arg-type]
+        assert re.search(said, message), message
+    assert "activation is 'silu'" in misfit(ROW, TARGET, given, Activation("silu", 0.0, 0.0))
+    assert misfit(ROW, TARGET, given, SITU) == ""  # the control
