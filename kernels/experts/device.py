@@ -136,35 +136,74 @@ class Experts:
         lane: Int32,
     ) -> None:
         """FC1 and SiTU of an entry: this CTA's columns of the hidden rows."""
+        if cutlass.const_expr(self.config.tokens == UNIT):
+            self.first_of_one(given, base, entry, first, count, warp, lane)
+        else:
+            if units == 1:
+                self.first_of_one(given, base, entry, first, count, warp, lane)
+            else:
+                self.first_of_many(given, base, entry, first, count, units, warp, lane)
+
+    @cute.jit
+    def first_of_one(
+        self,
+        given: cutlass.Constexpr,
+        base: Int32,
+        entry: Int32,
+        first: Int32,
+        count: Int32,
+        warp: Int32,
+        lane: Int32,
+    ) -> None:
+        """One unit: its rows stay in registers."""
         config = self.config
-        tid = warp * Int32(32) + lane
         x = cute.make_rmem_tensor(config.blocks1 * multiply_device.WORDS, Int32)
         start = fetch_device.number_of(config, entry)
-        if cutlass.const_expr(config.tokens == UNIT):
-            multiply_device.fragments(config, given, base, x, first, count, warp, lane)
+        multiply_device.fragments(config, given, base, x, first, count, warp, lane)
         for tile in cutlass.range(config.tiles1, unroll=1):
             stage = fetch_device.wait_full(config, base, start + tile)
-            if cutlass.const_expr(config.tokens == UNIT):
-                self.tile(base, stage, x, tile, warp, lane)
-            else:
-                for unit in cutlass.range(units, unroll=1):
-                    if tile == 0 or units > 1:
-                        left = count - unit * Int32(UNIT)
-                        multiply_device.fragments(
-                            config, given, base, x, first + unit * Int32(UNIT), left, warp, lane
-                        )
-                    number = tile * units + unit
-                    place = number % Int32(config.tiles1)
-                    self.tile(base, stage, x, place, warp, lane)
-                    if place == config.tiles1 - 1:
-                        ptx.named_barrier(1, WORKERS)
-                        hidden_device.activate(config, given, base, number - place, units, tid)
-                        ptx.named_barrier(1, WORKERS)
+            self.tile(base, stage, x, tile, warp, lane)
             fetch_device.release(config, base, start + tile, lane)
-        if cutlass.const_expr(config.tokens == UNIT):
-            ptx.named_barrier(1, WORKERS)
-            hidden_device.activate(config, given, base, Int32(0), Int32(1), tid)
-            ptx.named_barrier(1, WORKERS)
+        self.activate(given, base, Int32(0), Int32(1), warp, lane)
+
+    @cute.jit
+    def first_of_many(
+        self,
+        given: cutlass.Constexpr,
+        base: Int32,
+        entry: Int32,
+        first: Int32,
+        count: Int32,
+        units: Int32,
+        warp: Int32,
+        lane: Int32,
+    ) -> None:
+        """Several units: a stage serves all of them, so their rows are loaded for each tile."""
+        config = self.config
+        start = fetch_device.number_of(config, entry)
+        for tile in cutlass.range(config.tiles1, unroll=1):
+            stage = fetch_device.wait_full(config, base, start + tile)
+            for unit in cutlass.range(units, unroll=1):
+                x = cute.make_rmem_tensor(config.blocks1 * multiply_device.WORDS, Int32)
+                done = unit * Int32(UNIT)
+                multiply_device.fragments(
+                    config, given, base, x, first + done, count - done, warp, lane
+                )
+                number = tile * units + unit
+                place = number % Int32(config.tiles1)
+                self.tile(base, stage, x, place, warp, lane)
+                if place == config.tiles1 - 1:
+                    self.activate(given, base, number - place, units, warp, lane)
+            fetch_device.release(config, base, start + tile, lane)
+
+    def activate(
+        self, given: Any, base: Any, number: Any, units: Any, warp: Any, lane: Any
+    ) -> None:
+        """All warps' partial sums are there: add them up; SiTU."""
+        ptx.named_barrier(1, WORKERS)
+        tid = warp * Int32(32) + lane
+        hidden_device.activate(self.config, given, base, number, units, tid)
+        ptx.named_barrier(1, WORKERS)
 
     def tile(self, base: Any, stage: Any, x: Any, place: Any, warp: Any, lane: Any) -> None:
         """A warp's partial sums of one tile of FC1, into shared memory."""
