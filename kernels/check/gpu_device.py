@@ -13,6 +13,7 @@ from torch import Tensor
 from k3fuse.kernels.build.cache import Cache
 from k3fuse.kernels.build.compile import Built
 from k3fuse.kernels.build.errors import LaunchError
+from k3fuse.kernels.build.launch import Launcher
 from k3fuse.kernels.build.variant import ARCHITECTURES, Variant
 from k3fuse.kernels.common.runtime import Runtime
 
@@ -37,6 +38,7 @@ class CudaDevice:
             )
         self._runtime = Runtime(cache=Cache(cache))
         self._streams: list[torch.cuda.Stream] = []
+        self._apart: dict[Variant, Launcher] = {}
 
     def put(self, tensor: Tensor) -> Tensor:
         """A copy on the device."""
@@ -51,14 +53,17 @@ class CudaDevice:
         self._runtime.kernel(variant)(*values)
 
     def together(self, calls: Sequence[tuple[Variant, Sequence[int]]]) -> None:
-        """One stream a kernel, forked from the current one and joined to it."""
+        """One stream a kernel, forked from the current one and joined to it; without PDL, which
+        looks at a stream's own predecessor alone."""
         here = torch.cuda.current_stream()
         while len(self._streams) < len(calls):
             self._streams.append(torch.cuda.Stream())  # type: ignore[no-untyped-call]
         for stream, (variant, values) in zip(self._streams, calls, strict=False):
             stream.wait_stream(here)
+            if variant not in self._apart:
+                self._apart[variant] = Launcher(self.built(variant), pdl=False)
             with torch.cuda.stream(stream):
-                self.launch(variant, values)
+                self._apart[variant](*values)
         for stream in self._streams[: len(calls)]:
             here.wait_stream(stream)
 

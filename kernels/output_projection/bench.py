@@ -339,21 +339,24 @@ class Emulated:
             self.device.launch(variant, values)
 
     def _deliver(self, row: Row, m: int, partials: Tensor) -> Callable[[], None]:
-        """Put back what the other ranks send to rank 0 in call 0, and the number of that call."""
+        """Put back what the other ranks send to rank 0 in call 0, and the number of that call.
+
+        The last operation is a kernel: in a graph, PDL has no edge from a copy of memory.
+        """
         sent = partials.view(torch.int32)
         if row.kernel == TWO_SHOT:
             width = HIDDEN // 2 // self.tp
             reduced = partials.sum(0, dtype=torch.float32).to(BF16).view(torch.int32)
 
             def put_back() -> None:
-                self.control[0].zero_()
                 self.received[0, 0, 1:, :m] = sent[1:, :, :width]
                 self.gathered[0, 0, :m, width:] = reduced[:, width:]
+                self.control[0].fill_(0)
         else:
 
             def put_back() -> None:
-                self.control[0].zero_()
                 self.slots[0, 0, 1:, :m] = sent[1:]
+                self.control[0].fill_(0)
 
         return put_back
 

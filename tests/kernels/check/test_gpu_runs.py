@@ -140,6 +140,7 @@ def call(*arguments: str | Path) -> Any:
 
 
 def test_without_a_gpu_one_line_and_code_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     result = call("output_projection")
     assert result.exit_code == WRONG_USE
@@ -168,6 +169,7 @@ def test_an_older_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         name, major, minor = "A100", 8, 0
         multi_processor_count, L2_cache_size = 108, 40 << 20
 
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Ampere)
