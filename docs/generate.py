@@ -244,6 +244,30 @@ def short(origin: str) -> str:
     return ".".join(origin.split(".")[-2:])
 
 
+def nearmiss(_: str) -> str:
+    """What the ledger of near-miss graphs holds."""
+    ledger = json.loads((DOCS / "nearmiss_ledger.json").read_text())
+    wrong = {name: n for name, n in ledger["problems"].items() if n or name == "false accept"}
+    outcomes = ("rewritten", "refused", "absent")
+    rows = [
+        [family, str(sum(found.values())), *(str(found.get(o, 0)) for o in outcomes)]
+        for family, found in sorted(ledger["by_family"].items())
+    ]
+    defects = ", ".join(
+        f"{n}: {sum(found.values()):,}" for n, found in sorted(ledger["defects"].items())
+    )
+    faults = ", ".join(f"{n} {name}{'' if n == 1 else 's'}" for name, n in wrong.items())
+    rate = ledger["graphs"] / ledger["seconds"]
+    return (
+        f"**{faults} in {ledger['graphs']:,} graphs** of seed {ledger['seed']} "
+        f"({ledger['dates'][-1]}, torch {ledger['versions']['torch']}); the target is 0 in 100,000."
+        "\n\n"
+        + table(["family", "graphs", "rewritten", "refused with a reason", "no candidate"], rows)
+        + f"\n{ledger['compared']:,} of them had a site of some family, so values were compared."
+        f" By number of defects: {defects}. {rate:.0f} graphs a second of one core.\n"
+    )
+
+
 KINDS: dict[str, Callable[[str], str]] = {
     "guards": guards,
     "summary": summary,
@@ -257,6 +281,7 @@ KINDS: dict[str, Callable[[str], str]] = {
     "diff": diff,
     "picture": picture,
     "report": report,
+    "nearmiss": nearmiss,
 }
 
 
