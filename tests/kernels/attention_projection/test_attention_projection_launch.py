@@ -61,6 +61,7 @@ def simulate(recorder: Recorder, tensors: list[Tensor]) -> None:
 
 @pytest.mark.parametrize(("m", "strided"), [(3, False), (17, True)])
 def test_the_launch_computes_the_op(m: int, strided: bool) -> None:
+    pytest.importorskip("cutlass")
     rows, k = (64, 40, 6), 512
     x, weights = operands(m, rows, k, seed=m)
     if strided:

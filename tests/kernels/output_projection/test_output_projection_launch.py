@@ -119,6 +119,7 @@ ADD = Form(-1, prefix=True, norm=True, round_mix=True, round_before=True)
 def test_the_launches_of_all_ranks_compute_the_op(
     target: str, m: int, form: Form, multicast: bool, launches: int
 ) -> None:
+    pytest.importorskip("cutlass")
     step = Step(target, m, seed=m)
     ranks = HostRanks(step.tp, multicast=multicast)
     results, report = step.run(ranks, form)
@@ -133,6 +134,7 @@ def test_the_launches_of_all_ranks_compute_the_op(
 
 
 def test_a_second_call_uses_the_other_parity() -> None:
+    pytest.importorskip("cutlass")
     ranks = HostRanks(8, multicast=True)
     counters = []
     for m, seed in ((2, 50), (1, 60)):
@@ -201,6 +203,7 @@ def test_on_a_cpu_the_composition_runs_and_without_one_the_device_is_named() -> 
 
 
 def test_attn_res_alone() -> None:
+    pytest.importorskip("cutlass")
     m, blocks = 5, 3
     step = Step("gb300:tp8", m, seed=9)
     prefix, delta, bank = step.prefix, rows(m, HIDDEN, 10), step.bank
