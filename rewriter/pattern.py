@@ -44,7 +44,9 @@ def load_patterns() -> tuple[Pattern, ...]:
     Raises RuntimeError where two patterns carry one name.
     """
     found: dict[str, Pattern] = {}
-    for entry in sorted(entry_points(group="k3fuse.patterns"), key=lambda e: e.name):
+    # While an installation is replaced, pip keeps the old record beside the new one.
+    entries = {(e.name, e.value): e for e in entry_points(group="k3fuse.patterns")}
+    for _, entry in sorted(entries.items()):
         for pattern_class in entry.load():
             if pattern_class.name in found:
                 raise RuntimeError(

@@ -141,18 +141,28 @@ def test_the_higher_priority_keeps_contested_nodes(order: tuple[type[Pattern], .
     assert [s.outcome for s in alone.sites] == ["found"]
 
 
-def test_two_patterns_of_one_name_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Entry:
-        name = "test"
+class Entry:
+    """An entry point of two packages at once."""
 
-        def load(self) -> tuple[type[Pattern], ...]:
-            return (Wide, Wide)
+    def __init__(self, value: str, *found: type[Pattern]) -> None:
+        self.name, self.value, self.found = "test", value, found
 
+    def load(self) -> tuple[type[Pattern], ...]:
+        return self.found
+
+
+@pytest.mark.parametrize("other", ["package:PATTERNS", "copy:PATTERNS"])
+def test_two_patterns_of_one_name_are_an_error(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One entry point that two records of an installation name is one."""
     import k3fuse.rewriter.pattern as pattern
 
-    monkeypatch.setattr(pattern, "entry_points", lambda group: [Entry()])
-    with pytest.raises(RuntimeError, match="'wide' is registered twice"):
-        load_patterns()
+    entries = [Entry("package:PATTERNS", Wide), Entry(other, Wide)]
+    monkeypatch.setattr(pattern, "entry_points", lambda group: entries)
+    if other == "package:PATTERNS":
+        assert [p.name for p in load_patterns()] == ["wide"]
+    else:
+        with pytest.raises(RuntimeError, match="'wide' is registered twice"):
+            load_patterns()
 
 
 def test_the_engine_knows_no_pattern_by_name() -> None:
