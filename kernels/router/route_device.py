@@ -179,9 +179,12 @@ class Route:
         self, given: Any, mover: Latent, start: Any, token: Any, tid: Any, first: int, count: int
     ) -> None:
         """A thread's pieces of `count` turns from turn `first` on."""
+        config = self.config
+        left = config.latent // PIECE - first * config.threads
+        whole = left >= count * config.threads or left % 32 == 0
         words = self.pieces(given, start, token, tid, first, count)
         for turn in range(count):
-            mover.move(first + turn, [words[turn, i] for i in range(4)])
+            mover.move(first + turn, [words[turn, i] for i in range(4)], whole)
 
     def pieces(self, given: Any, start: Any, token: Any, tid: Any, first: int, count: int) -> Any:
         """[count, 4] words of a thread's pieces, one a turn from turn `first` on."""

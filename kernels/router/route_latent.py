@@ -27,8 +27,11 @@ class Latent:
         self.config, self.given, self.token, self.tid = config, given, token, tid
 
     @cute.jit
-    def move(self, turn: cutlass.Constexpr[int], words: cutlass.Constexpr) -> None:
-        """Store the four pairs of BF16 of one turn."""
+    def move(
+        self, turn: cutlass.Constexpr[int], words: cutlass.Constexpr,
+        whole: cutlass.Constexpr[bool],
+    ) -> None:  # fmt: skip
+        """Store the four pairs of BF16 of one turn. whole: all lanes of the warp have some."""
         config = self.config
         piece = self.tid + Int32(turn * config.threads)
         column = self.token * Int32(config.latent) + piece * Int32(PIECE)
@@ -38,7 +41,9 @@ class Latent:
             values = []
             for word in words:
                 values += [word << Int32(16), word & Int32(-65536)]
-            scale, factor = scale_of(values)
+            # Else at least the four lanes of each block have: L is a multiple of BLOCK.
+            lanes = Int32(-1) if whole else Int32(15) << (self.tid % 32 // 4 * Int32(4))
+            scale, factor = scale_of(values, lanes)
             packed = [warp.pack_e4m3(values[:4], factor), warp.pack_e4m3(values[4:], factor)]
             ptx.store8(self.given.latent_q + column.to(Int64), packed)
             if self.tid % (BLOCK // PIECE) == 0:
@@ -46,17 +51,17 @@ class Latent:
                 warp.store1(self.given.latent_scale + place, scale)
 
 
-def scale_of(values: list[Any]) -> tuple[Any, Any]:
+def scale_of(values: list[Any], lanes: Any) -> tuple[Any, Any]:
     """The E8M0 byte of the block that four neighbouring lanes hold, and bits of 2 ** (127 - byte).
 
-    values: bits of FP32.
+    values: bits of FP32. lanes: those that take part, as bits.
     `common/microscaling.py` has the rule. A NaN or an infinity makes the byte 255.
     """
     most = values[0] & Int32(_MAGNITUDE)
     for value in values[1:]:
         most = warp.most_of(most, value & Int32(_MAGNITUDE))
     for step in (1, 2):
-        most = warp.most_of(most, warp.shuffle_word_xor(most, step))
+        most = warp.most_of(most, warp.shuffle_word_xor(most, step, lanes))
     power = ((most + Int32(_ROUND_UP)) >> Int32(23)) - Int32(_E4M3_EXPONENT)
     power = warp.most_of(power, Int32(0))
     finite = most < Int32(_INFINITY)

@@ -18,7 +18,7 @@ from k3fuse.kernels.router.route_config import BLOCK, Config, arrivals_offset
 from k3fuse.kernels.router.units import PLAN_WORDS
 
 # Kernels are compiled for these token counts: CTAs without a token cost instructions, too.
-TOKENS = (1, 2, 4, 8, 16, 32, 64)
+TOKENS = (*range(1, 9), 16, 32, 64)
 PLAN_FROM = 9  # fewer tokens: whoever needs units derives them from the ids
 
 

@@ -41,9 +41,9 @@ def shuffle_word_up(value: Any, distance: int) -> Any:
     return asm(code, [Int32], value)
 
 
-def shuffle_word_xor(value: Any, mask: int) -> Any:
-    """The word of lane (own xor mask)."""
-    return asm(f"shfl.sync.bfly.b32 $0, $1, {mask}, 31, -1;", [Int32], value)
+def shuffle_word_xor(value: Any, mask: int, lanes: Any) -> Any:
+    """The word of lane (own xor mask). lanes: those that take part with this one, as bits."""
+    return asm(f"shfl.sync.bfly.b32 $0, $1, {mask}, 31, $2;", [Int32], value, lanes)
 
 
 def ones(word: Any) -> Any:

@@ -110,6 +110,16 @@ def test_the_latent_row_in_mxfp8() -> None:
     right(problem)
 
 
+def test_a_part_of_a_warp_does_not_wait_for_the_rest() -> None:
+    """64 columns are eight pieces: lanes 8 to 31 of their warp never come to the shuffles."""
+    ptx = built(small()).ptx
+    latent = ptx[ptx.rindex("griddepcontrol.launch_dependents") :]
+    masks = re.findall(r"shfl\.sync\.\w+\.b32 [^;]*, ([^,;]+);", latent)
+    assert len(masks) == 2
+    assert all(re.fullmatch(r"%\w+", mask) for mask in masks)
+    assert "shl.b32" in latent.partition("shfl.sync")[0]
+
+
 def test_four_layers_with_changing_counts_use_the_parities_again() -> None:
     variant = kernel(64, {"tp": 8}, **FULL)
     boxes: list[Tensor] = []
