@@ -12,6 +12,7 @@ from route_runs import built, kernel
 from torch import Tensor
 
 from k3fuse.kernels.build.compile import Built
+from k3fuse.kernels.build.residency import Member, require_co_residency
 from k3fuse.kernels.build.variant import Variant
 from k3fuse.kernels.check import Launch, run_sequence
 from k3fuse.kernels.router import front_problem, reference
@@ -85,6 +86,16 @@ def test_real_shapes(tp: int, m: int) -> None:
     ids = problem.results[0]["ids"]
     assert torch.equal(ids[apart].sort(dim=1).values, wanted[apart][:, :16].sort(dim=1).values)
     assert bool(apart.any())
+
+
+@pytest.mark.parametrize("m", [8, 64])
+def test_its_ctas_are_resident_beside_the_front_kernels(m: int) -> None:
+    """A launch of its own is hidden: all of its CTAs wait where the front kernel still runs."""
+    members = []
+    for made in (store().get(full(8, m)), built(kernel(m, {"tp": 8}, quantize=1, plan=int(m > 8)))):
+        members.append(Member.built(made.plan, made.resources, made.variant.op))
+    for sms in (132, 148, 152):
+        require_co_residency(members, sms)
 
 
 def test_layers_of_changing_counts() -> None:
