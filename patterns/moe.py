@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import operator
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import fx
 
+from k3fuse.rewriter.guards import Value, to_value
 from k3fuse.rewriter.recognise.activation import GatedActivation
 from k3fuse.rewriter.recognise.all_reduce import AllReduce
 from k3fuse.rewriter.recognise.linear import Linear
@@ -130,3 +132,34 @@ def tp_group(view: GraphView) -> tuple[str, int | None]:
         found = groups.most_common(1)[0][0] if groups else ("", 1)
         view.notes["tp_group"] = found
     return found
+
+
+# Nodes between an all-reduce and the row that is made of it: a norm and a mix over eight blocks,
+# spelled out, are about 100.
+_NEAR = 400
+
+
+def equal_on_all_ranks(view: GraphView, row: fx.Node, group: str) -> bool:
+    """Whether a row [.., M, H] is made of an all-reduce over `group` with as many tokens.
+
+    Ranks that add up their rows hold the same tokens, and so does what is computed of the sum. A
+    chunk of the tokens, as sequence parallelism has it, has another count.
+    """
+    tokens = _tokens(row)
+    waiting, seen = deque([row]), {row}
+    while waiting and len(seen) < _NEAR:
+        node = waiting.popleft()
+        reduced = view.find(AllReduce, node)
+        if reduced is not None and reduced.group == group:
+            # The nearest one decides.
+            return bool(_tokens(reduced.out) == tokens)
+        for source in node.all_input_nodes:
+            if source not in seen:
+                seen.add(source)
+                waiting.append(source)
+    return False
+
+
+def _tokens(rows: fx.Node) -> Value:
+    """The number of rows: a symbolic one is compared as an expression, without a new guard."""
+    return to_value(math.prod(shape_of(rows)[:-1]))

@@ -13,7 +13,12 @@ from k3fuse.kernels.router.op import router, router_front
 from k3fuse.kernels.router.policy import TABLE
 from k3fuse.patterns import symbols as s
 from k3fuse.patterns.compose import replacement
-from k3fuse.patterns.moe import gated_linears, opaque_experts, tp_group
+from k3fuse.patterns.moe import (
+    equal_on_all_ranks,
+    gated_linears,
+    opaque_experts,
+    tp_group,
+)
 from k3fuse.patterns.policy import pick
 from k3fuse.rewriter.canonical import dtype_of
 from k3fuse.rewriter.guards import Guard, Value
@@ -27,6 +32,7 @@ from k3fuse.rewriter.view import GraphView, shape_of
 
 _E, _TOP_K, _L = sympy.symbols("E top_k L", integer=True, nonnegative=True)
 _SCORING, _LOGITS, _BIAS_DTYPE = sympy.symbols("scoring logits_dtype bias_dtype")
+_REDUCED = sympy.Symbol("row_all_reduced")
 _NONE = s.name("none")
 
 
@@ -53,6 +59,13 @@ class Router(Pattern):
             scope="kernel",
         ),
         s.TP_SIZE,
+        Guard(
+            Eq(_REDUCED, s.YES),
+            Code.GROUP_MISMATCH,
+            "every rank multiplies a share of the weights, so all need the same row",
+            scope="kernel",
+            hint="the row has to come from an all-reduce over the group in the same graph",
+        ),
         Guard(
             Eq(_LOGITS, s.FP32),
             Code.DTYPE_MISMATCH,
@@ -107,6 +120,7 @@ class Router(Pattern):
             _BIAS_DTYPE: s.common_dtype(routing.bias)
             if routing is not None and routing.bias
             else _NONE,
+            _REDUCED: s.yes(equal_on_all_ranks(view, view.strip(gate.x), group)),
             s.X_DTYPE: s.value(gate.dtype),
             s.W_DTYPE: s.common_dtype(gate.weight, latent.weight if latent else None),
             s.BIAS: s.yes(

@@ -30,6 +30,7 @@ INSTEAD: dict[str, list[sympy.Basic]] = {
     "TP": [sympy.Integer(4), sympy.Integer(1)],
     "num_blocks": [sympy.Integer(9)],
     "bias": [name("yes")],
+    "row_all_reduced": [name("no")],
     "weight_rows_contiguous": [name("no")],
     "groups": [name("several")],
     "scoring": [name("softmax")],
