@@ -72,13 +72,15 @@ def summary(name: str) -> str:
 
 def policy(name: str) -> str:
     """Which kernel serves which token count on GB300."""
+    eight, sixteen = (OPS[name].table.rows[f"gb300:tp{ranks}"] for ranks in (8, 16))
+    alike = eight == sixteen
     rows = []
-    for row in OPS[name].table.rows["gb300:tp8"]:
-        state = "built" if row.kernel else "planned"
-        rows.append(
-            [f"{row.m_min} to {row.m_max}", row.kernel or row.planned, str(row.launches), state]
-        )
-    return table(["M", "kernel on gb300:tp8 and gb300:tp16", "launches", "state"], rows)
+    for row, other in zip(eight, sixteen, strict=True):
+        names = [r.kernel or r.planned for r in ((row,) if alike else (row, other))]
+        state = "built" if row.kernel and other.kernel else "planned"
+        rows.append([f"{row.m_min} to {row.m_max}", *names, str(row.launches), state])
+    heads = ["kernel on gb300:tp8 and gb300:tp16"] if alike else ["on gb300:tp8", "on gb300:tp16"]
+    return table(["M", *heads, "launches", "state"], rows)
 
 
 def patterns(_: str) -> str:
