@@ -45,7 +45,8 @@ def test_a_larger_step_names_the_kernels_that_serve_it() -> None:
 
 def test_an_op_without_a_kernel_says_nothing() -> None:
     found = built(8)
-    assert found["experts"] == {}
+    assert workbench._facts("no_op", "sm_103a", (("m", 8),)) == {}
+    assert found["experts"]  # the control
     assert set(found) == {
         "attention_projection", "output_projection", "router", "experts", "attn_res",
     }  # fmt: skip

@@ -96,8 +96,8 @@ def test_diff_of_two_dumps_by_exit_code(tmp_path: Path) -> None:
     assert result.exit_code == DIFFERENT
     assert "plan: True -> False" in result.stdout
     assert "1 sites differ" in result.stdout
-    document = json.loads(call("diff", one, two, "--json", "--pattern", "router").stdout)
-    assert [s["pattern"] for s in document["sites"]] == ["router"]
+    document = json.loads(call("diff", one, two, "--json", "--pattern", "experts").stdout)
+    assert [s["pattern"] for s in document["sites"]] == ["experts"]
     assert call("diff", one, tmp_path / "none").exit_code == WRONG_USE
 
 
