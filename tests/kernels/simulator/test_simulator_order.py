@@ -266,3 +266,27 @@ def test_clocks_that_take_too_much_memory_are_refused_with_the_fix(
     monkeypatch.setattr(clocks, "_MOST_CELLS", 7)  # two warps hold 2 x 2 clocks each
     with pytest.raises(SimulationError, match=r"scale the grid down \(1 warps always fit\)"):
         report_of(text)
+
+
+def test_a_guarded_result_that_no_lane_has_had_stays_undefined() -> None:
+    """In a loop that some lanes take, the old value of such a register is read and kept."""
+    text = kernel(
+        """
+  mov.u32 %r4, 0;
+  setp.ge.u32 %p0, %r0, 16;
+  @%p0 bra END;
+LOOP:
+  setp.eq.u32 %p1, %r4, 5;
+  @%p1 mov.u32 %r5, 9;
+  add.u32 %r4, %r4, 1;
+  setp.lt.u32 %p2, %r4, 3;
+  @%p2 bra LOOP;
+END:
+  add.u64 %d11, %d0, %d10;
+  st.global.u32 [%d11], %r4;
+""",
+        params=1,
+    )
+    out = torch.zeros(32, dtype=torch.int32)
+    run(text, [out])
+    assert out.tolist() == [3] * 16 + [0] * 16

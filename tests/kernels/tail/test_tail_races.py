@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from tail_runs import kernel, problem_of, run, store
+from tail_runs import check, kernel, problem_of, run, store
 
 from k3fuse.kernels.build.compile import Built
 from k3fuse.kernels.simulator import SimulationError
@@ -61,6 +61,43 @@ def test_two_calls_have_no_races_and_need_the_wait_for_the_predecessor() -> None
     built = store().get(kernel(2, 16))
     assert found(built, calls=2) == ""
     assert found(without(built, PREDECESSOR), calls=2)
+
+
+# Stores of the sentinel: a normalised row of the call before, two latent slots, two shared ones,
+# a finished row.
+_REARM = re.compile(r"^[^\n]*st\.relaxed\.sys\.global\.v4\.b32[^{]*\{(%r\d+),\1,\1,\1\};", re.M)
+REARMED = 6
+
+
+def wrong(built: Built, seed: int | None = None) -> str:
+    """What two calls leave behind that they should not; "" for nothing."""
+    boxes = mailboxes(config_of(built.variant).box)
+    problems = [problem_of(built.variant, TOKENS, call, boxes=boxes) for call in range(2)]
+    try:
+        run(built, *problems, seed=seed)
+        for problem in problems:
+            check(problem)
+    except (SimulationError, AssertionError) as error:
+        return str(error) or "wrong"
+    return ""
+
+
+@pytest.mark.parametrize("site", range(REARMED))
+def test_a_slot_that_is_not_armed_again_is_found(site: int) -> None:
+    built = store().get(kernel(2, 16))
+    places = list(_REARM.finditer(built.ptx))
+    assert len(places) == REARMED
+    place = places[site]
+    ptx = built.ptx[: place.start()] + built.ptx[place.end() :]
+    assert wrong(replace(built, ptx=ptx))
+
+
+def test_a_poll_that_looks_at_one_word_is_found() -> None:
+    built = store().get(kernel(2, 16))
+    assert wrong(built, seed=1) == ""  # the control
+    ptx = re.sub(r"setp\.eq\.or\.u32 p, %r\d+, 0x80000000, p;", "", built.ptx)
+    assert ptx != built.ptx
+    assert wrong(replace(built, ptx=ptx), seed=1)
 
 
 @pytest.mark.nightly
