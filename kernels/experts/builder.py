@@ -6,6 +6,7 @@ The ABI is the plan's parameter list (`config.py`):
     ids [m, top_k] i64 (i32), weights [m, top_k] BF16 (FP32), contiguous
     w13 [experts, 2 inter, latent / 2], w13_scale [experts, 2 inter, latent / 32] u8: gate, then up
     w2 [experts, latent, inter / 2], w2_scale [experts, latent, inter / 32] u8
+                                       or all four as `layouts.py` has them (config shuffled)
     rows [m, top_k, latent] BF16       scratch: what was in it does not matter
     arrivals [m, 8, 7] i32             scratch: zeros before the first launch, and after each one
     routed [m, latent] BF16            written: the weighted sum of the rows in slot order
@@ -42,7 +43,7 @@ from k3fuse.kernels.experts.plan import plan_of
 # Kimi K3's latent row, and the widths of its routed and shared experts over all ranks.
 LATENT, INTER, SHARED = 3584, 3072, 6144
 SHAPE = {"m": 8, "tp": 8, "latent": LATENT, "hidden": HIDDEN, "top_k": TOP_K}
-CONFIG = {"clusters": CLUSTERS, "floor": 0, "float_weights": 0, "wide_ids": 1}
+CONFIG = {"clusters": CLUSTERS, "floor": 0, "float_weights": 0, "wide_ids": 1, "shuffled": 0}
 # Architectures without packed FP32 arithmetic.
 SCALAR = ("sm_90a",)
 LATENT_STEP = 16 * CLUSTER * WARPS
@@ -62,8 +63,8 @@ class ExpertsBuilder:
         """Shape m (most tokens), tp, latent, inter, hidden, shared (0: without), top_k.
 
         tp: ranks, which say how wide inter and shared are where those are not given.
-        config: clusters; floor, float_weights, wide_ids (0, 1). Raises VariantError naming the
-        value and what would fit.
+        config: clusters; floor, float_weights, wide_ids, shuffled (0, 1). Raises VariantError
+        naming the value and what would fit.
         """
         check_arch(arch)
         tp = shape.get("tp", SHAPE["tp"])
@@ -79,7 +80,7 @@ class ExpertsBuilder:
         need(self.op, 1 <= sizes["top_k"] <= TOP_K, "top_k", sizes["top_k"], f"1 to {TOP_K}")
         clusters = tuning["clusters"]
         need(self.op, 1 <= clusters <= CLUSTERS, "clusters", clusters, f"1 to {CLUSTERS}")
-        for flag in ("floor", "float_weights", "wide_ids"):
+        for flag in ("floor", "float_weights", "wide_ids", "shuffled"):
             need(self.op, tuning[flag] in (0, 1), flag, tuning[flag], "0 or 1")
         if sizes["shared"] == 0:
             sizes["hidden"] = 0
@@ -127,6 +128,7 @@ def _config(arch: str, sizes: Mapping[str, int], tuning: Mapping[str, int]) -> C
         floor=bool(tuning["floor"]),
         float_weights=bool(tuning["float_weights"]),
         wide_ids=bool(tuning["wide_ids"]),
+        shuffled=bool(tuning["shuffled"]),
         packed=arch not in SCALAR,
     )
 

@@ -18,6 +18,7 @@ from k3fuse.kernels.common.tolerances import tolerance
 from k3fuse.kernels.experts import reference
 from k3fuse.kernels.experts.builder import BUILDER, config_of, k3
 from k3fuse.kernels.experts.config import CLUSTER, WARPS, Config
+from k3fuse.kernels.experts.layouts import shuffled
 from k3fuse.kernels.experts.reference import Activation
 from k3fuse.kernels.simulator import Fresh
 
@@ -68,10 +69,12 @@ class Problem:
     def values(self) -> dict[str, Value]:
         """The kernel's parameters by name."""
         beta, linear = self.activation.beta, self.activation.linear_beta
+        weights = self.w13, self.w13_scale, self.w2, self.w2_scale
+        w13, w13_scale, w2, w2_scale = shuffled(*weights) if self.config.shuffled else weights
         found: dict[str, Value] = {
-            "x": self.x, "ids": self.ids, "weights": self.weights, "w13": self.w13,
-            "w13_scale": self.w13_scale, "w2": self.w2, "w2_scale": self.w2_scale,
-            "rows": Fresh(self.rows), "arrivals": self.arrivals, "routed": Fresh(self.routed),
+            "x": self.x, "ids": self.ids, "weights": self.weights, "w13": w13,
+            "w13_scale": w13_scale, "w2": w2, "w2_scale": w2_scale, "rows": Fresh(self.rows),
+            "arrivals": self.arrivals, "routed": Fresh(self.routed),
             "m": self.m, "experts": self.w13.shape[0], "x_pitch": self.x.stride(0),
             "beta": float_bits(beta), "linear_beta": float_bits(linear),
         }  # fmt: skip

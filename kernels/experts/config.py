@@ -29,6 +29,17 @@ SHARED_LIMIT = 232_448  # bytes that a CTA may have, on all the chips
 MAX_STAGES = 6
 
 
+# Shuffled scales: a piece has 128 rows and 4 blocks; line l holds rows l, l + 32, l + 64, l + 96.
+PIECE = 512
+HALF_PIECE = PIECE // 2
+MIN_STORED = 256  # vLLM pads narrower experts for its TRTLLM kernels
+
+
+def stored_width(inter: int) -> int:
+    """Width of a shuffled expert as it is stored."""
+    return max(inter, MIN_STORED)
+
+
 def padded(size: int, rest: int) -> int:
     """The least number of bytes from `size` on that is `rest` modulo 128."""
     return size + (rest - size) % 128
@@ -47,7 +58,7 @@ class Config:
     hidden, shared: rows and columns of the shared expert's down-projection, 0 for none. top_k:
     slots of a token. clusters: of the grid. floor: the hidden row's scale follows the floor rule.
     float_weights: routing weights are FP32, else BF16. wide_ids: ids are 64 bits wide, else 32.
-    packed: f32x2 arithmetic.
+    shuffled: weights lie as `layouts.py` has them. packed: f32x2 arithmetic.
     """
 
     m: int
@@ -60,6 +71,7 @@ class Config:
     floor: bool
     float_weights: bool
     wide_ids: bool
+    shuffled: bool
     packed: bool
 
     @property
@@ -118,16 +130,28 @@ class Config:
         return self.latent // BLOCK
 
     @property
+    def stored(self) -> int:
+        """Width of an expert as its weights are stored."""
+        return stored_width(self.inter) if self.shuffled else self.inter
+
+    @property
+    def scale_bytes1(self) -> int:
+        """Bytes of the scales in a stage of FC1.
+
+        Shuffled: 16 of the 32 lines of each piece of 128 rows and 4 blocks, a quarter of them used.
+        """
+        return self.scales1 // 4 * HALF_PIECE if self.shuffled else TILE * self.scales1
+
+    @property
     def bytes1(self) -> int:
         """Bytes of a stage of FC1: 16 rows, then their scales."""
-        return TILE * (self.pitch1 + self.scales1)
+        return TILE * self.pitch1 + self.scale_bytes1
 
     @property
     def each2(self) -> int:
         """Tiles of FC2 that one warp has in a stage: as many as fit a stage of FC1's size."""
-        row = self.inter // 2 + self.blocks2
         fits = [n for n in range(1, self.runs + 1) if self.runs % n == 0]
-        return max(n for n in fits if n == 1 or n * TILE * WARPS * row <= self.bytes1)
+        return max(n for n in fits if n == 1 or self.bytes2_of(n * TILE * WARPS) <= self.bytes1)
 
     @property
     def stage_rows2(self) -> int:
@@ -140,9 +164,23 @@ class Config:
         return self.runs // self.each2
 
     @property
+    def group2(self) -> int:
+        """Bytes of the shuffled scales of 128 rows of FC2: pieces of 4 blocks."""
+        return self.stored // BLOCK // 4 * PIECE
+
+    def spans2(self, rows: int) -> int:
+        """The most groups of 128 rows that `rows` neighbours lie in, from a multiple of 16 on."""
+        return (rows + 111) // 128 + 1
+
+    def bytes2_of(self, rows: int) -> int:
+        """Bytes of `rows` rows of FC2 and their scales."""
+        scales = self.spans2(rows) * self.group2 if self.shuffled else rows * self.blocks2
+        return rows * self.inter // 2 + scales
+
+    @property
     def bytes2(self) -> int:
         """Bytes of a stage of FC2: rows, then their scales."""
-        return self.stage_rows2 * (self.inter // 2 + self.blocks2)
+        return self.bytes2_of(self.stage_rows2)
 
     @property
     def shared_columns(self) -> int:
@@ -286,4 +324,5 @@ class Config:
         parts += ["floor"] if self.floor else []
         parts += ["fp32"] if self.float_weights else []
         parts += [] if self.wide_ids else ["ids32"]
+        parts += ["shuffled"] if self.shuffled else []
         return "_".join(parts)

@@ -95,7 +95,7 @@ class Experts:
                 expert, first, count = (ptx.shared_load4(place, 4 * i) for i in range(3))
                 units = (count + Int32(UNIT - 1)) // Int32(UNIT)
                 if expert != NONE:
-                    self.first(given, base, entry, first, count, units, warp, lane)
+                    self.first(given, base, entry, first, count, units, part, warp, lane)
                     for unit in cutlass.range(units, unroll=1):
                         hidden_device.exchange(
                             config, base, unit, ptx.least(count - unit * Int32(UNIT), UNIT),
@@ -132,17 +132,18 @@ class Experts:
         first: Int32,
         count: Int32,
         units: Int32,
+        part: Int32,
         warp: Int32,
         lane: Int32,
     ) -> None:
         """FC1 and SiTU of an entry: this CTA's columns of the hidden rows."""
         if cutlass.const_expr(self.config.tokens == UNIT):
-            self.first_of_one(given, base, entry, first, count, warp, lane)
+            self.first_of_one(given, base, entry, first, count, part, warp, lane)
         else:
             if units == 1:
-                self.first_of_one(given, base, entry, first, count, warp, lane)
+                self.first_of_one(given, base, entry, first, count, part, warp, lane)
             else:
-                self.first_of_many(given, base, entry, first, count, units, warp, lane)
+                self.first_of_many(given, base, entry, first, count, units, part, warp, lane)
 
     @cute.jit
     def first_of_one(
@@ -152,6 +153,7 @@ class Experts:
         entry: Int32,
         first: Int32,
         count: Int32,
+        part: Int32,
         warp: Int32,
         lane: Int32,
     ) -> None:
@@ -162,7 +164,7 @@ class Experts:
         multiply_device.fragments(config, given, base, x, first, count, warp, lane)
         for tile in cutlass.range(config.tiles1, unroll=1):
             stage = fetch_device.wait_full(config, base, start + tile)
-            self.tile(base, stage, x, tile, warp, lane)
+            self.tile(base, stage, part, tile, x, tile, warp, lane)
             fetch_device.release(config, base, start + tile, lane)
         self.activate(given, base, Int32(0), Int32(1), warp, lane)
 
@@ -175,6 +177,7 @@ class Experts:
         first: Int32,
         count: Int32,
         units: Int32,
+        part: Int32,
         warp: Int32,
         lane: Int32,
     ) -> None:
@@ -191,7 +194,7 @@ class Experts:
                 )
                 number = tile * units + unit
                 place = number % Int32(config.tiles1)
-                self.tile(base, stage, x, place, warp, lane)
+                self.tile(base, stage, part, tile, x, place, warp, lane)
                 if place == config.tiles1 - 1:
                     self.activate(given, base, number - place, units, warp, lane)
             fetch_device.release(config, base, start + tile, lane)
@@ -205,9 +208,20 @@ class Experts:
         hidden_device.activate(self.config, given, base, number, units, tid)
         ptx.named_barrier(1, WORKERS)
 
-    def tile(self, base: Any, stage: Any, x: Any, place: Any, warp: Any, lane: Any) -> None:
-        """A warp's partial sums of one tile of FC1, into shared memory."""
-        sums = multiply_device.tile1(self.config, stage, x, warp, lane)
+    def tile(
+        self,
+        base: Any,
+        stage: Any,
+        part: Any,
+        tile: Any,
+        x: Any,
+        place: Any,
+        warp: Any,
+        lane: Any,
+    ) -> None:
+        """A warp's partial sums of this CTA's tile number `tile` of FC1, into shared memory."""
+        index = part * Int32(self.config.tiles1) + tile
+        sums = multiply_device.tile1(self.config, stage, index, x, warp, lane)
         address = multiply_device.partial_sums(self.config, base, place, warp, lane)
         ptx.shared_store16(address, sums)
 
@@ -234,7 +248,7 @@ class Experts:
                 x = multiply_device.hidden_fragments(config, base, unit, lane)
                 for i in cutlass.range_constexpr(config.each2):
                     tile = Int32(i * WARPS) + warp
-                    sums = multiply_device.tile2(config, stage, tile, x, lane)
+                    sums = multiply_device.tile2(config, stage, column, tile, x, lane)
                     finish_device.store_tile(
                         config, given, base, sums, first, count, unit,
                         column + tile * Int32(TILE), lane,

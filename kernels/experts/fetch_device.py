@@ -16,7 +16,14 @@ from cutlass import Int32, Int64
 from k3fuse.kernels.common.device import ptx
 from k3fuse.kernels.common.device.stream import bytes_of
 from k3fuse.kernels.experts import words
-from k3fuse.kernels.experts.config import BLOCK, COLUMNS, NONE, SHARED_ROWS, TILE, Config
+from k3fuse.kernels.experts.config import (
+    COLUMNS,
+    HALF_PIECE,
+    NONE,
+    SHARED_ROWS,
+    TILE,
+    Config,
+)
 
 
 def slot_of(config: Config, number: Any) -> Any:
@@ -143,25 +150,42 @@ def fetch_tile(
     lane: Int32,
     policy: Int64,
 ) -> None:
-    """A stage of FC1: eight gate and eight up rows by lanes 0 to 15, their scales by 16 and 17."""
-    claim(config, base, number, Int32(TILE * (config.latent // 2 + config.scales1)), lane)
+    """A stage of FC1: eight rows of gate and up each, a lane a row, and their scales."""
+    size = config.latent // 2
+    claim(config, base, number, Int32(TILE * size + config.scale_bytes1), lane)
     slot = slot_of(config, number)
     barrier = base + Int32(config.full) + slot * Int32(8)
     stage = stage_at(config, base, slot)
-    scales = lane >= Int32(TILE)
-    # Rows: lane 8 and on are up. Scales: lane 17 is up.
-    upper = ptx.select(scales, lane - Int32(TILE), lane // Int32(COLUMNS))
-    inside = ptx.select(scales, Int32(0), lane % Int32(COLUMNS))
-    row = expert * Int32(2 * config.inter) + upper * Int32(config.inter)
-    row = row + part * Int32(config.width) + tile * Int32(COLUMNS) + inside
-    weights = given.w13 + row.to(Int64) * Int64(config.latent // 2)
-    source = given.w13_scale + row.to(Int64) * Int64(config.scales1)
-    source = ptx.select(scales, source, weights)
-    target = Int32(TILE * config.pitch1) + upper * Int32(COLUMNS * config.scales1)
-    target = stage + ptx.select(scales, target, lane * Int32(config.pitch1))
-    size = ptx.select(scales, Int32(COLUMNS * config.scales1), Int32(config.latent // 2))
-    if lane < TILE + 2:
-        ptx.bulk_load_once(target, source, size, barrier, policy)
+    scales = stage + Int32(TILE * config.pitch1)
+    if cutlass.const_expr(config.shuffled):
+        index = part * Int32(config.tiles1) + tile
+        row = expert * Int32(2 * config.stored) + index * Int32(TILE) + lane
+        if lane < TILE:
+            source = given.w13 + row.to(Int64) * Int64(size)
+            ptx.bulk_load_once(stage + lane * Int32(config.pitch1), source, size, barrier, policy)
+        # Half a piece has the tile's 16 lines.
+        each = config.scales1 // 4
+        piece = (expert * Int32(config.stored // 64) + index // Int32(8)) * Int32(each) + lane
+        half = piece * Int32(2) + index % Int32(2)
+        if lane < each:
+            source = given.w13_scale + half.to(Int64) * Int64(HALF_PIECE)
+            ptx.bulk_load_once(
+                scales + lane * Int32(HALF_PIECE), source, HALF_PIECE, barrier, policy
+            )
+    else:
+        # Rows: lane 8 and on are up. Scales, by lanes 16 and 17: the latter is up.
+        last = lane >= Int32(TILE)
+        upper = ptx.select(last, lane - Int32(TILE), lane // Int32(COLUMNS))
+        inside = ptx.select(last, Int32(0), lane % Int32(COLUMNS))
+        row = expert * Int32(2 * config.inter) + upper * Int32(config.inter)
+        row = row + part * Int32(config.width) + tile * Int32(COLUMNS) + inside
+        source = given.w13_scale + row.to(Int64) * Int64(config.scales1)
+        source = ptx.select(last, source, given.w13 + row.to(Int64) * Int64(size))
+        target = scales + upper * Int32(COLUMNS * config.scales1)
+        target = ptx.select(last, target, stage + lane * Int32(config.pitch1))
+        size = ptx.select(last, Int32(COLUMNS * config.scales1), Int32(size))
+        if lane < TILE + 2:
+            ptx.bulk_load_once(target, source, size, barrier, policy)
 
 
 @cute.jit
@@ -176,18 +200,41 @@ def fetch_rows(
     lane: Int32,
     policy: Int64,
 ) -> None:
-    """A stage of FC2: neighbouring rows by lane 0, their scales by lane 1."""
-    weights, scales = config.inter // 2, config.inter // BLOCK
-    rows = config.stage_rows2
-    claim(config, base, number, Int32(config.bytes2), lane)
+    """A stage of FC2: neighbouring rows and their scales."""
+    rows, size = config.stage_rows2, config.inter // 2
+    first = part * Int32(config.rows2) + step * Int32(rows)
+    row = expert * Int32(config.latent) + first
     slot = slot_of(config, number)
     barrier = base + Int32(config.full) + slot * Int32(8)
     stage = stage_at(config, base, slot)
-    row = expert * Int32(config.latent) + part * Int32(config.rows2) + step * Int32(rows)
-    other = lane > Int32(0)
-    source = given.w2_scale + row.to(Int64) * Int64(scales)
-    source = ptx.select(other, source, given.w2 + row.to(Int64) * Int64(weights))
-    target = stage + ptx.select(other, Int32(rows * weights), Int32(0))
-    if lane < 2:
-        size = ptx.select(other, Int32(rows * scales), Int32(rows * weights))
-        ptx.bulk_load_once(target, source, size, barrier, policy)
+    scales = stage + Int32(rows * size)
+    weights = given.w2 + row.to(Int64) * Int64(config.stored // 2)
+    if cutlass.const_expr(config.shuffled):
+        group = first // Int32(128)
+        groups = (first + Int32(rows - 1)) // Int32(128) - group + Int32(1)
+        claim(config, base, number, Int32(rows * size) + groups * Int32(config.group2), lane)
+        if lane < groups:
+            group = expert * Int32(config.latent // 128) + group + lane
+            source = given.w2_scale + group.to(Int64) * Int64(config.group2)
+            target = scales + lane * Int32(config.group2)
+            ptx.bulk_load_once(target, source, config.group2, barrier, policy)
+        if cutlass.const_expr(config.stored > config.inter):
+            # The padding behind each row stays where it is.
+            for turn in cutlass.range(rows // 32 + 1, unroll=1):
+                line = lane + turn * Int32(32)
+                if line < rows:
+                    source = weights + (line * Int32(config.stored // 2)).to(Int64)
+                    ptx.bulk_load_once(stage + line * Int32(size), source, size, barrier, policy)
+        else:
+            if lane == 0:
+                ptx.bulk_load_once(stage, weights, rows * size, barrier, policy)
+    else:
+        claim(config, base, number, Int32(config.bytes2), lane)
+        each = config.blocks2
+        last = lane > Int32(0)
+        source = given.w2_scale + row.to(Int64) * Int64(each)
+        source = ptx.select(last, source, weights)
+        target = ptx.select(last, scales, stage)
+        if lane < 2:
+            size = ptx.select(last, Int32(rows * each), Int32(rows * size))
+            ptx.bulk_load_once(target, source, size, barrier, policy)

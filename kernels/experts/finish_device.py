@@ -44,27 +44,38 @@ def store_tile(
     first: Any,
     count: Any,
     unit: Any,
-    column: Any,
+    row: Any,
     lane: Any,
 ) -> None:
-    """Rows of FC2 as columns of the pairs' rows, in BF16. column: of the tile's first row."""
+    """Rows of FC2 as columns of the pairs' rows, in BF16. row: the first one of the tile."""
     token = unit * Int32(UNIT) + lane % Int32(4) * Int32(2)
-    where = bytes_of(column + lane // Int32(4))
-    low, high = ptx.pack(sums)
+    line = lane // Int32(4)
+    column = pair_of(row, line) if config.shuffled else row + line
+    # Shuffled: rows g and g + 8 are neighbouring columns.
+    kept = [sums[0], sums[2], sums[1], sums[3]] if config.shuffled else sums
+    low, high = ptx.pack(kept)
     for odd in range(2):
         index = token + Int32(odd)
         pair = pair_at(config, base, first, index, count)
         valid = ptx.select(index < count, Int32(1), Int32(0))
-        address = given.rows + where + bytes_of(pair * Int32(config.latent))
-        words.store2_if(address, low, bool(odd), valid)
-        words.store2_if(address + Int64(TILE), high, bool(odd), valid)
+        address = given.rows + bytes_of(column) + bytes_of(pair * Int32(config.latent))
+        if config.shuffled:
+            words.store4_if(address, high if odd else low, valid)
+        else:
+            words.store2_if(address, low, bool(odd), valid)
+            words.store2_if(address + Int64(TILE), high, bool(odd), valid)
+
+
+def pair_of(row: Any, line: Any) -> Any:
+    """The first of two neighbouring columns that shuffled rows `row + line` and 8 more have."""
+    return row // Int32(32) * Int32(32) + line * Int32(4) + row % Int32(32) // Int32(8)
 
 
 def own_columns(config: Config, part: Any, warp: Any, lane: Any) -> tuple[Any, Any]:
     """The first of the lane's two columns of a latent row, and whether it has any."""
-    run = lane // Int32(LINE)
-    column = part * Int32(config.rows2) + (run * Int32(WARPS) + warp) * Int32(TILE)
-    column = column + lane % Int32(LINE) * Int32(2)
+    run, inside = lane // Int32(LINE), lane % Int32(LINE)
+    row = part * Int32(config.rows2) + (run * Int32(WARPS) + warp) * Int32(TILE)
+    column = pair_of(row, inside) if config.shuffled else row + inside * Int32(2)
     return column, ptx.select(run < Int32(config.runs), Int32(1), Int32(0))
 
 

@@ -56,10 +56,23 @@ def activate(
             left = all_partial_sums(config, address, 0)
             right = all_partial_sums(config, address, 16)
             gates, ups = [*left[:2], *right[:2]], [*left[2:], *right[2:]]
+            if cutlass.const_expr(config.shuffled):
+                gates, ups = ups, gates
             betas = ptx.as_f32(given.beta), ptx.as_f32(given.linear_beta)
             made = [situ(gate, up, *betas) for gate, up in zip(gates, ups, strict=True)]
             whole = number // units * Int32(COLUMNS) + column
             ptx.shared_store16(own_at(config, base, number % units, whole, quad), made)
+
+
+def column_of(config: Config, part: Any, column: Any) -> Any:
+    """The hidden row's column that is a CTA's `column`-th; a tile of FC1 has eight."""
+    if not config.shuffled:
+        return part * Int32(config.width) + column
+    # Two tiles have 16 columns: the even ones, then the odd ones.
+    tile = part * Int32(config.tiles1) + column // Int32(COLUMNS)
+    return (
+        tile // Int32(2) * Int32(2 * COLUMNS) + column % Int32(COLUMNS) * Int32(2) + tile % Int32(2)
+    )
 
 
 @cute.jit
@@ -90,7 +103,7 @@ def exchange(
         column, quad = work // Int32(2), work % Int32(2)
         if work < config.width * 2 and quad < quads:
             values = ptx.shared_load16_f32(own_at(config, base, unit, column, quad))
-            place = ((part * Int32(config.width) + column) * Int32(2) + quad) * Int32(16)
+            place = (column_of(config, part, column) * Int32(2) + quad) * Int32(16)
             for cta in cutlass.range_constexpr(CLUSTER):
                 words.send16(rows + place, values, barrier, cta)
     ptx.barrier_wait(barrier, number // Int32(2) % Int32(2), "cluster")

@@ -19,7 +19,7 @@ from cutlass import Float32, Int32
 from k3fuse.kernels.common.device import ptx, vector
 from k3fuse.kernels.common.device.stream import bytes_of
 from k3fuse.kernels.experts import words
-from k3fuse.kernels.experts.config import BLOCK, TILE, UNIT, WARPS, Config
+from k3fuse.kernels.experts.config import BLOCK, HALF_PIECE, PIECE, TILE, UNIT, WARPS, Config
 
 WORDS = BLOCK // UNIT  # of a lane's columns of one block, in BF16
 
@@ -42,19 +42,25 @@ def poisoned(sums: list[Any], nan: list[Any]) -> list[Any]:
     return [ptx.select(flags[i // 2], bad, value) for i, value in enumerate(sums)]
 
 
-def tile1(config: Config, stage: Any, x: Any, warp: Any, lane: Any) -> list[Any]:
-    """A warp's columns of a stage of FC1: sums of gate (tokens 2 t, 2 t + 1) and of up.
+def tile1(config: Config, stage: Any, index: Any, x: Any, warp: Any, lane: Any) -> list[Any]:
+    """A warp's columns of a stage of FC1: sums of rows g (tokens 2 t, 2 t + 1) and g + 8.
 
-    x: register tensor of `fragments`.
+    These are gate and up; shuffled: up and gate. index: the tile's number in the expert. x:
+    register tensor of `fragments`.
     """
     line, column = lane // Int32(4), lane % Int32(4)
     row = stage + line * Int32(config.pitch1) + column * Int32(4)
     row = row + warp * Int32(config.blocks1 * BLOCK // 2)
-    scales = stage + Int32(TILE * config.pitch1) + line * Int32(config.scales1)
-    scales = scales + warp * Int32(config.blocks1)
-    step = 8 * config.scales1
+    scales = stage + Int32(TILE * config.pitch1)
+    if config.shuffled:
+        scales = scales + warp * Int32(config.blocks1 // 4 * HALF_PIECE) + line * Int32(16)
+        scales = scales + index % Int32(8) // Int32(2) * Int32(4)
+        word, step = HALF_PIECE, 8 * 16
+    else:
+        scales = scales + line * Int32(config.scales1) + warp * Int32(config.blocks1)
+        word, step = 4, 8 * config.scales1
     held = [
-        [ptx.shared_load4(scales, 4 * i + step * low) for i in range(config.blocks1 // 4)]
+        [ptx.shared_load4(scales, word * i + step * low) for i in range(config.blocks1 // 4)]
         for low in range(2)
     ]
     sums: list[Any] = [Float32(0.0)] * 4
@@ -66,24 +72,49 @@ def tile1(config: Config, stage: Any, x: Any, warp: Any, lane: Any) -> list[Any]
     return poisoned(sums, [words.has_nan(held[low]) for low in range(2)])
 
 
-def tile2(config: Config, stage: Any, tile: Any, x: list[Any], lane: Any) -> list[Any]:
-    """A tile of a stage of FC2 with one unit: sums of rows g and g + 8, tokens 2 t, 2 t + 1."""
+def tile2(config: Config, stage: Any, first: Any, tile: Any, x: list[Any], lane: Any) -> list[Any]:
+    """A tile of a stage of FC2 with one unit: sums of rows g and g + 8, tokens 2 t, 2 t + 1.
+
+    first: the stage's first row in the expert.
+    """
     line, column = lane // Int32(4), lane % Int32(4)
-    pitch, each = config.inter // 2, config.blocks2
-    first = tile * Int32(TILE) + line
-    row = stage + first * Int32(pitch) + column * Int32(4)
-    scales = stage + Int32(config.stage_rows2 * pitch) + first * Int32(each)
-    held = [
-        [words.shared_load2(scales, 2 * i + 8 * each * low) for i in range(each // 2)]
-        for low in range(2)
-    ]
+    pitch = config.inter // 2
+    row = tile * Int32(TILE) + line
+    scales = stage + Int32(config.stage_rows2 * pitch)
+    if config.shuffled:
+        held = shuffled_scales2(config, scales, first, row)
+    else:
+        scales = scales + row * Int32(config.blocks2)
+        held = [
+            [words.shared_load2(scales, 2 * i + 8 * config.blocks2 * low) for i in range(halves)]
+            for low, halves in enumerate([config.blocks2 // 2] * 2)
+        ]
+    each = 4 if config.shuffled else 2
+    row = stage + row * Int32(pitch) + column * Int32(4)
     sums: list[Any] = [Float32(0.0)] * 4
     for block in range(config.blocks2):
         pair = [ptx.shared_load4(row, 16 * block + 8 * pitch * low) for low in range(2)]
-        factors = [words.scale(held[low][block // 2], block % 2) for low in range(2)]
+        factors = [words.scale(held[low][block // each], block % each) for low in range(2)]
         columns = x[WORDS * block : WORDS * (block + 1)]
         sums = multiply(sums, pair, factors, columns, config.packed)
     return poisoned(sums, [words.has_nan(held[low]) for low in range(2)])
+
+
+def shuffled_scales2(config: Config, scales: Any, first: Any, row: Any) -> list[list[Any]]:
+    """Scales of rows `row` and `row` + 8 of a stage, four blocks a word; none of the padding."""
+    whole = first + row  # of 16 neighbours from a multiple of 16 on, so all are in one group
+    group = whole // Int32(128) - first // Int32(128)
+    place = scales + group * Int32(config.group2) + whole % Int32(32) * Int32(16)
+    place = place + whole % Int32(128) // Int32(32) * Int32(4)
+    held = []
+    for low in range(2):
+        found = []
+        for i in range(-(-config.blocks2 // 4)):
+            word = ptx.shared_load4(place, PIECE * i + 8 * 16 * low)
+            live = min(4, config.blocks2 - 4 * i)
+            found.append(word if live == 4 else word & Int32((1 << (8 * live)) - 1))
+        held.append(found)
+    return held
 
 
 def hidden_fragments(config: Config, base: Any, unit: Any, lane: Any) -> list[Any]:
