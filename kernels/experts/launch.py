@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from k3fuse.kernels.build.errors import LaunchError, VariantError
 from k3fuse.kernels.build.variant import Variant
+from k3fuse.kernels.common.exchange import Workspace
 from k3fuse.kernels.common.operands import ALIGNMENT, address, float_bits, pitch, readable
 from k3fuse.kernels.common.policy import MAX_M, Row, chip_of
 from k3fuse.kernels.common.runtime import RUNTIME, Runtime
@@ -18,6 +19,8 @@ from k3fuse.kernels.experts import gate_up
 from k3fuse.kernels.experts.builder import BUILDER, config_of
 from k3fuse.kernels.experts.config import CLUSTER, MAX_EXPERTS, WARPS
 from k3fuse.kernels.experts.reference import Activation
+from k3fuse.kernels.tail import launch as tail
+from k3fuse.kernels.tail.policy import TABLE as TAIL
 
 BF16 = torch.bfloat16
 # Torch type of the ids -> the variant's wide_ids; of the routing weights -> float_weights.
@@ -27,7 +30,7 @@ WEIGHTS = {torch.bfloat16: 0, torch.float32: 1}
 
 @dataclass(frozen=True)
 class Operands:
-    """The op's tensors that both launches before the tail take; names and shapes as in the op."""
+    """The op's tensors; names and shapes as in the op."""
 
     hidden: Tensor
     topk_weights: Tensor
@@ -39,6 +42,8 @@ class Operands:
     shared_hidden: Tensor | None
     shared_gate_up: Sequence[Tensor]
     shared_down: Tensor | None
+    latent_norm_weight: Tensor | None
+    up_weight: Tensor | None
 
     @property
     def shared_x(self) -> Tensor:
@@ -106,11 +111,13 @@ def misfit(row: Row, target: str, given: Operands, activation: Activation) -> st
             return f"{name} has strides {tensor.stride()}, the kernels read contiguous rows"
         if tensor.data_ptr() % ALIGNMENT:
             return f"{name} starts at no multiple of {ALIGNMENT} bytes"
+    if given.latent_norm_weight is None or given.up_weight is None:
+        return "there is no latent norm with an up-projection, which the tail's kernel computes"
     try:
         variants(row, target, given, False)
     except VariantError as error:
         return str(error)
-    return ""
+    return tail.misfit(given.hidden, given.shared_x, given.latent_norm_weight, given.up_weight)
 
 
 _ARRIVALS: dict[torch.device, Tensor] = {}
@@ -180,3 +187,31 @@ def partials(
     }  # fmt: skip
     runtime.kernel(second)(*(values[name] for name in (*config.addresses, *config.sizes)))
     return routed, shared
+
+
+def launch(
+    row: Row,
+    target: str,
+    group: str,
+    given: Operands,
+    activation: Activation,
+    eps: float,
+    rounding: Collection[str],
+    *,
+    runtime: Runtime = RUNTIME,
+    space: Callable[[str, int], Workspace] = tail.mailboxes,
+) -> Tensor:
+    """Run a policy row's kernels on operands without a `misfit`; returns delta [M, H], BF16.
+
+    rounding: members of `reference.ROUNDING`. Raises ExchangeError, LaunchError.
+    """
+    norm, up = given.latent_norm_weight, given.up_weight
+    last = TAIL.lookup(target, given.hidden.shape[0])
+    if norm is None or up is None or last is None:
+        raise LaunchError("these operands have a misfit; ask `misfit` before the launch")
+    floor = "hidden_floor" in rounding
+    routed, shared = partials(row, target, given, activation, floor, runtime=runtime)
+    return tail.launch(
+        last, target, group, routed, shared, norm, up, eps, "round_before_weight" in rounding,
+        runtime=runtime, space=space,
+    )  # fmt: skip

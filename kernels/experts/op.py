@@ -14,6 +14,7 @@ from k3fuse.kernels.common.library import register
 from k3fuse.kernels.common.microscaling import BLOCK
 from k3fuse.kernels.common.numerics import ACTIVATIONS
 from k3fuse.kernels.experts import reference
+from k3fuse.kernels.experts.launch import Operands, launch, misfit
 from k3fuse.kernels.experts.policy import TABLE
 
 NAME = "experts"
@@ -140,8 +141,11 @@ def _check_ids(topk_ids: Tensor, experts: int) -> None:
 
 def _run(*arguments: Any, target: str, group: str, composition: str) -> list[Tensor]:
     specs = _specs(*arguments)
-    tensors, (activation, beta, linear_beta, eps, rounding) = arguments[:12], arguments[12:]
+    tensors, (name, beta, linear_beta, eps, rounding) = arguments[:12], arguments[12:]
     hidden, _, topk_ids, w13 = tensors[:4]
+    activation = reference.Activation(name, beta, linear_beta)
+    flags = check.flags("rounding", rounding, reference.ROUNDING)
+    given = Operands(*tensors)
     _check_ids(topk_ids, w13.shape[0])
     return dispatch.run(
         TABLE,
@@ -152,14 +156,10 @@ def _run(*arguments: Any, target: str, group: str, composition: str) -> list[Ten
         inputs=dispatch.operands(experts, tensors),
         specs=specs,
         reference=lambda: [
-            reference.experts(
-                *tensors,
-                activation=reference.Activation(activation, beta, linear_beta),
-                eps=eps,
-                rounding=check.flags("rounding", rounding, reference.ROUNDING),
-                group=group,
-            )
+            reference.experts(*tensors, activation=activation, eps=eps, rounding=flags, group=group)
         ],
+        kernel=lambda row: [launch(row, target, group, given, activation, eps, flags)],
+        misfit=lambda row: misfit(row, target, given, activation),
     )
 
 

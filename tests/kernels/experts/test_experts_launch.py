@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,14 +16,17 @@ from k3fuse.kernels.common.policy import Row
 from k3fuse.kernels.common.tolerances import compare, tolerance
 from k3fuse.kernels.experts import launch as launching
 from k3fuse.kernels.experts import reference
+from k3fuse.kernels.experts.builder import config_of, k3
 from k3fuse.kernels.experts.cases import SITU, kernel, problem
-from k3fuse.kernels.experts.launch import Operands, misfit, partials, variants
+from k3fuse.kernels.experts.launch import Operands, launch, misfit, partials, variants
+from k3fuse.kernels.experts.policy import EXPERTS, TABLE
 from k3fuse.kernels.experts.reference import Activation
 from k3fuse.kernels.simulator import Inside, Launch, simulate_sequence
+from k3fuse.kernels.tail.builder import config_of as tail_config
 
 TARGET = "gb300:tp16"
 ROW = Row(1, 8, "mx_experts", 3, "for these tests")
-HIDDEN, SHARED = 7168, 192
+HIDDEN, LATENT, SHARED = 7168, 3584, 192
 
 
 def operands(m: int, merged: bool = True) -> Operands:
@@ -38,7 +42,8 @@ def operands(m: int, merged: bool = True) -> Operands:
     halves = [gate_up] if merged else [half.clone() for half in gate_up.chunk(2)]
     return Operands(
         made.x, made.weights, made.ids, made.w13, made.w13_scale, made.w2, made.w2_scale,
-        normal(m, 1024) * 32, halves, normal(HIDDEN, SHARED),
+        normal(m, 1024) * 32, halves, normal(HIDDEN, SHARED), normal(LATENT),
+        normal(HIDDEN, LATENT),
     )  # fmt: skip
 
 
@@ -136,8 +141,49 @@ def test_operands_that_do_not_fit_are_named() -> None:
         ({"w13": given.w13.repeat(256, 1, 1)}, "1024 experts"),
         ({"hidden": given.hidden[:, :800]}, "latent=800"),
         ({"shared_down": torch.zeros(7000, SHARED, dtype=BF16)}, "hidden=7000"),
+        ({"up_weight": None}, "no latent norm with an up-projection"),
+        ({"up_weight": torch.zeros(HIDDEN, 896, dtype=BF16)}, r"up_weight is \(7168, 896\)"),
     ):
         message = misfit(ROW, TARGET, replace(given, **change), SITU)  # type: ignore[arg-type]
         assert re.search(said, message), message
     assert "activation is 'silu'" in misfit(ROW, TARGET, given, Activation("silu", 0.0, 0.0))
     assert misfit(ROW, TARGET, given, SITU) == ""  # the control
+
+
+def test_the_op_ends_with_the_tail() -> None:
+    """Three launches, as the policy says; the tail takes the partials where they were left."""
+    mapped = SimpleNamespace(multicast=4096, addresses=tuple(range(0, 16 * 4096, 4096)))
+    space = SimpleNamespace(own=0, rank=3, multicast=True, mapped=mapped)
+    for m, target in ((2, "gb300:tp8"), (40, TARGET)):
+        row = TABLE.lookup(target, m)
+        assert row is not None
+        recorder = Recorder()
+        runtime: Any = recorder
+        place: Any = lambda group, tp: space  # noqa: E731
+        given = operands(m)
+        out = launch(
+            row, target, "g", given, SITU, 1e-5, {"round_before_weight"}, runtime=runtime,
+            space=place,
+        )  # fmt: skip
+        assert (tuple(out.shape), out.dtype) == ((m, HIDDEN), BF16)
+        ops = [variant.op for variant, _ in recorder.launched]
+        assert ops == ["shared_gate_up", "experts", "tail"]
+        assert len(ops) == row.launches
+        _, (made, values), (last, taken) = recorder.launched
+        names = config_of(made)
+        made_of = dict(zip((*names.addresses, *names.sizes), values, strict=True))
+        tail_names = tail_config(last)
+        took = dict(zip((*tail_names.addresses, *tail_names.sizes), taken, strict=True))
+        assert took["routed"] == made_of["routed"]
+        assert took["shared"] == made_of["shared_out"]
+        assert last.size("m") == made.size("m") >= m
+
+
+@pytest.mark.parametrize("tp", [8, 16])
+def test_every_token_count_has_kernels_that_hold_it(tp: int) -> None:
+    for m in range(1, 65):
+        row = TABLE.lookup(f"gb300:tp{tp}", m)
+        assert row is not None
+        assert (row.kernel, row.launches) == (EXPERTS, 3)
+        assert m <= row.m_max <= max(8, 2 * m)
+        config_of(kernel("sm_103a", k3(tp, row.m_max)))
