@@ -141,7 +141,7 @@ class AttentionProjection(Pattern):
         return replacement(
             site, view, attention_projection, (x, site.operands["weights"]), results=outs,
             shapes=shapes, outputs=[Output(o, i) for i, o in enumerate(outs)], target=target,
-            group=group,
+            group=group, more={"batch_invariant": True} if target.batch_invariant else {},
         )  # fmt: skip
 
     def kernel(self, site: Site, target: Target) -> Kernel | None:

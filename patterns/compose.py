@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,11 +28,13 @@ def replacement(
     outputs: Sequence[Output],
     target: Target,
     group: str | None,
+    more: Mapping[str, Any] | None = None,
 ) -> Replacement:
     """Build the op call with its composition.
 
     args: positional arguments by the op's schema. results: for each result of the op the site's
-    node that holds it; shapes: the shape the op gives it. group: None for ops that take none.
+    node that holds it; shapes: the shape the op gives it. group: None for ops that take none. more:
+    further keyword arguments.
     Raises Refusal (META_MISSING or OP_MISMATCH) where the site cannot be written as text.
     """
     kwargs: dict[str, Any] = {"target": target.name}
@@ -56,6 +58,7 @@ def replacement(
             )
         ) from error
     kwargs["composition"] = text
+    kwargs |= more or {}
     return Replacement(op, args, kwargs, tuple(outputs))
 
 

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 
 from torch import fx
 
@@ -77,6 +78,7 @@ def _rewrite(
     consent: Callable[[Report], Reason | None] | None,
 ) -> Report:
     target = options.target or Target.detect()
+    target = replace(target, batch_invariant=options.batch_invariant)
     loaded = load_patterns() if patterns is None else patterns
     say = progress or (lambda _: None)
     report = Report(

@@ -44,6 +44,8 @@ class Options:
     be run, is left). log: what each rewrite
     logs; "off", "summary" (3 reasons), "explain" or "all" (every reason). dump_dir: folder for text
     dumps ("": none). groups: process group name -> ranks, where torch.distributed cannot tell.
+    batch_invariant: one engine for all token counts of the policy, so that a token's bits do not
+    depend on the batch that it is in.
     """
 
     target: Target | None = None
@@ -59,6 +61,7 @@ class Options:
     log: Literal["off", "summary", "explain", "all"] = "summary"
     dump_dir: str = ""
     groups: Mapping[str, int] = field(default_factory=dict)
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         for name, value, known in (
@@ -99,7 +102,7 @@ class Options:
                 raise OptionError(f"option {name}={value!r} is a string; use a list")
             if value is not None:
                 values[name] = tuple(value)
-        for name in ("plan", "strict", "dry_run"):
+        for name in ("plan", "strict", "dry_run", "batch_invariant"):
             if name in values and not isinstance(values[name], bool):
                 raise OptionError(f"option {name}={values[name]!r} is no bool; use True or False")
         return cls(**values)
@@ -117,15 +120,15 @@ class Options:
 
 
 def _environment() -> dict[str, Any]:
-    """K3FUSE_TARGET, _DUMP_DIR, _LOG, _DISABLE, _ONLY_LAYERS, _STRICT, _PLAN, _DRY_RUN, _VALIDATE
-    and _INNER.
+    """K3FUSE_TARGET, _DUMP_DIR, _LOG, _DISABLE, _ONLY_LAYERS, _STRICT, _PLAN, _DRY_RUN, _VALIDATE,
+    _INNER and _BATCH_INVARIANT.
     """
     found: dict[str, Any] = {}
     for name in ("target", "dump_dir", "log", "validate", "inner"):
         text = os.environ.get(f"K3FUSE_{name.upper()}")
         if text:
             found[name] = text
-    for name in ("strict", "plan", "dry_run"):
+    for name in ("strict", "plan", "dry_run", "batch_invariant"):
         text = os.environ.get(f"K3FUSE_{name.upper()}")
         if text:
             if text not in ("0", "1"):

@@ -21,11 +21,13 @@ class Target:
     arch: a key of ARCHITECTURES, "reference", or "" where nothing suitable was detected.
     tp: ranks of the tensor-parallel group; 0 = whatever the graph says (reference only).
     group: process group name where the caller fixes one.
+    batch_invariant: ops that have several engines use one of them for all token counts.
     """
 
     arch: str
     tp: int = 0
     group: str = ""
+    batch_invariant: bool = False
 
     @property
     def is_reference(self) -> bool:

@@ -1,13 +1,16 @@
-"""Build the attention projection: all linears of one row in one grid.
+"""Build the attention projection: all linears of one row in one grid, by one of two engines.
 
-The ABI is the plan's parameter list (`config.py`):
+The stationary kernel (mma.sync, every chip) has the parameters
 
     x [m, k] BF16, rows x_pitch apart
     weight0 .. [n_i, k] BF16, contiguous    up to eight
     out0 .. [m, n_i] BF16, contiguous       written; must not overlap an input
     m, x_pitch                              i32; the pitch in elements, a multiple of 8
 
-All addresses are 16-byte aligned.
+The stream kernel (tcgen05, sm_100a and sm_103a) has tensor maps of x and of the weights in their
+place, whose rows may lie apart by multiples of 16 bytes, then the outputs and m.
+
+All addresses are 16-byte aligned. The plans (`plan.py`) are the ABI.
 """
 
 from __future__ import annotations
@@ -22,8 +25,8 @@ from k3fuse.kernels.attention_projection.config import (
     MAX_WEIGHTS,
     Config,
 )
-from k3fuse.kernels.attention_projection.plan import plan_of
-from k3fuse.kernels.build.errors import VariantError
+from k3fuse.kernels.attention_projection.plan import plan_of, stream_plan_of
+from k3fuse.kernels.attention_projection.stream_config import MAX_EARLY, MAX_STAGES, StreamConfig
 from k3fuse.kernels.build.sizes import merged, need
 from k3fuse.kernels.build.variant import Plan, Variant, check_arch, pairs
 from k3fuse.kernels.common.gemm import BLOCK, MAX_OWNED
@@ -34,6 +37,9 @@ from k3fuse.kernels.common.policy import MAX_M, TP_SIZES
 K_STEP = 2 * BLOCK * CLUSTER
 SHAPE = {"m": 8, "k": HIDDEN, **{f"n{i}": 0 for i in range(MAX_WEIGHTS)}}
 ROWS = (6288,)  # KDA on eight ranks, merged: what a variant without rows has
+# Chips with tensor memory, which have the stream kernel and use it unless told otherwise.
+STREAM_ARCHS = ("sm_100a", "sm_103a")
+LIMITS = {"clusters": CLUSTERS, "stages": MAX_STAGES, "early": MAX_EARLY}
 
 
 @dataclass(frozen=True)
@@ -46,13 +52,12 @@ class AttentionProjection:
     def variant(self, arch: str, shape: Mapping[str, int], config: Mapping[str, int]) -> Variant:
         """Shape m (most tokens), k, n0 to n7 (rows of each weight, 0 behind the last one).
 
-        Raises VariantError naming the value and what would fit.
+        config: stream, 1 for the stream kernel (where the chip has it, the default), 0 for the
+        stationary one. Of the stream kernel also clusters (1 to 16), stages (1 to 14) and early (0
+        to 32): the most clusters, blocks of W under way, and tiles whose sums do not wait for the
+        end. Raises VariantError naming the value and what would fit.
         """
         check_arch(arch)
-        if config:
-            raise VariantError(
-                f"attention_projection has no config {min(config)!r}; it has none at all"
-            )
         sizes = merged(self.op, "shape", SHAPE, shape)
         if not any(sizes[f"n{i}"] for i in range(MAX_WEIGHTS)):
             sizes |= rows_shape(ROWS)
@@ -75,15 +80,34 @@ class AttentionProjection:
                 rows,
                 "rows, 0 behind the last",
             )
-        made = _config(sizes)
-        room = f"fewer rows: {MAX_OWNED * CLUSTERS} tiles of 32 fit, fewer for many tokens"
-        need(self.op, made.geometry.fits, "rows", sum(made.rows), room)
-        return Variant(self.op, made.name, arch, pairs(sizes), ())
+        has_stream = arch in STREAM_ARCHS
+        tuning = merged(self.op, "config", {"stream": int(has_stream), **LIMITS}, config)
+        engines = "0 or 1" if has_stream else f"0: {arch} has no tcgen05"
+        need(self.op, tuning["stream"] in (0, int(has_stream)), "stream", tuning["stream"], engines)
+        for name, most in LIMITS.items():
+            least = 0 if name == "early" else 1
+            value, fits = tuning[name], f"{least} to {most}"
+            if not tuning["stream"]:
+                least, fits = most, f"{most}, it limits the stream kernel alone"
+            need(self.op, least <= value <= most, name, value, fits)
+        made = _config(sizes, tuning)
+        self._check_room(made)
+        kept = tuning if tuning["stream"] else {"stream": 0}
+        return Variant(self.op, made.name, arch, pairs(sizes), pairs(kept))
+
+    def _check_room(self, made: Config | StreamConfig) -> None:
+        if isinstance(made, StreamConfig):
+            fits, room = made.fits, "fewer rows or tokens: 512 columns of sums a CTA are the limit"
+        else:
+            fits = made.geometry.fits
+            room = f"fewer rows: {MAX_OWNED * CLUSTERS} tiles of 32 fit, fewer for many tokens"
+        need(self.op, fits, "rows", sum(made.rows), room)
 
     def variants(self, arch: str) -> tuple[Variant, ...]:
-        """The four merged weights of Kimi K3, for few and for many tokens."""
+        """The four merged weights of Kimi K3, for few and for many tokens, by each engine."""
         return tuple(
-            self.variant(arch, {"m": m, **rows_shape((rows,))}, {})
+            self.variant(arch, {"m": m, **rows_shape((rows,))}, {"stream": stream})
+            for stream in ((1, 0) if arch in STREAM_ARCHS else (0,))
             for tp in TP_SIZES
             for rows in (sum(KDA[tp][0]), sum(MLA[tp][0]))
             for m in (8, MAX_M)
@@ -91,14 +115,19 @@ class AttentionProjection:
 
     def plan(self, variant: Variant) -> Plan:
         """Up to 16 clusters of 8 CTAs."""
-        return plan_of(config_of(variant))
+        config = config_of(variant)
+        return stream_plan_of(config) if isinstance(config, StreamConfig) else plan_of(config)
 
     def trace(self, variant: Variant) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Return the kernel and stand-ins for its parameters; imports the DSL."""
+        config = config_of(variant)
+        if isinstance(config, StreamConfig):
+            from k3fuse.kernels.attention_projection import stream_device
+
+            return stream_device.Stream(config), stream_device.arguments(config)
         from k3fuse.kernels.attention_projection import device
         from k3fuse.kernels.common.device.abi import arguments
 
-        config = config_of(variant)
         return device.Gemm(config), arguments(config.addresses, config.sizes)
 
 
@@ -116,13 +145,16 @@ def rows_shape(rows: Sequence[int]) -> dict[str, int]:
     return {f"n{i}": n for i, n in enumerate(rows)}
 
 
-def config_of(variant: Variant) -> Config:
+def config_of(variant: Variant) -> Config | StreamConfig:
     """The configuration of a variant that `AttentionProjection.variant` made."""
-    return _config(dict(variant.shape))
+    return _config(dict(variant.shape), dict(variant.config))
 
 
-def _config(sizes: Mapping[str, int]) -> Config:
+def _config(sizes: Mapping[str, int], tuning: Mapping[str, int]) -> Config | StreamConfig:
     rows = tuple(sizes[f"n{i}"] for i in range(MAX_WEIGHTS) if sizes[f"n{i}"])
+    if tuning["stream"]:
+        limits = (tuning[name] for name in LIMITS)
+        return StreamConfig(sizes["m"], sizes["k"], rows, *limits)
     return Config(sizes["m"], sizes["k"], rows)
 
 

@@ -10,7 +10,10 @@ from torch import Tensor
 
 from k3fuse.kernels.attention_projection.builder import BUILDER, rows_shape
 from k3fuse.kernels.attention_projection.config import MAX_WEIGHTS
+from k3fuse.kernels.attention_projection.policy import STREAM
+from k3fuse.kernels.attention_projection.stream_config import ELEMENT
 from k3fuse.kernels.build.errors import VariantError
+from k3fuse.kernels.build.launch import Rows
 from k3fuse.kernels.build.variant import Variant, parameter_names
 from k3fuse.kernels.common.operands import ALIGNMENT, address, pitch, readable
 from k3fuse.kernels.common.policy import Row, chip_of
@@ -24,20 +27,28 @@ def variant(row: Row, target: str, k: int, rows: tuple[int, ...]) -> Variant:
     Raises VariantError for sizes outside the kernel.
     """
     arch, _ = chip_of(target)
-    return BUILDER.variant(arch, {"m": row.m_max, "k": k, **rows_shape(rows)}, {})
+    shape = {"m": row.m_max, "k": k, **rows_shape(rows)}
+    return BUILDER.variant(arch, shape, {"stream": int(row.kernel == STREAM)})
 
 
 def misfit(row: Row, target: str, x: Tensor, weights: Sequence[Tensor]) -> str:
     """Why the kernel cannot serve these operands, "" where it can.
 
-    x [M, K] of any stride, weights [N_i, K].
+    x [M, K] of any stride, weights [N_i, K]. The stream kernel reads rows of weights that lie
+    apart, the stationary one contiguous weights.
     """
     for name, tensor in (("x", x), *((f"weights[{i}]", w) for i, w in enumerate(weights))):
         if tensor.dtype != torch.bfloat16:
             return f"{name} is {tensor.dtype}, the kernel takes torch.bfloat16"
     for i, weight in enumerate(weights):
-        if not weight.is_contiguous():
+        if row.kernel != STREAM and not weight.is_contiguous():
             return f"weights[{i}] has strides {weight.stride()}, the kernel reads contiguous rows"
+        apart = _apart(weight)
+        if weight.stride(1) != 1 or apart % ALIGNMENT or apart < x.shape[1] * ELEMENT:
+            return (
+                f"weights[{i}] has strides {weight.stride()}, the kernel reads rows of neighbouring"
+                f" elements that lie a multiple of {ALIGNMENT} bytes apart"
+            )
         if weight.data_ptr() % ALIGNMENT:
             return f"weights[{i}] starts at no multiple of {ALIGNMENT} bytes"
     if len(weights) > MAX_WEIGHTS:
@@ -59,16 +70,26 @@ def launch(
     rows = readable(x)
     outs = [x.new_empty(x.shape[0], weight.shape[0]) for weight in weights]
     chosen = variant(row, target, x.shape[1], _heights(weights))
-    values = {
-        "x": address(rows),
-        **{f"weight{i}": address(weight) for i, weight in enumerate(weights)},
-        **{f"out{i}": address(out) for i, out in enumerate(outs)},
-        "m": x.shape[0],
-        "x_pitch": pitch(rows),
-    }
+    read: dict[str, int | Rows]
+    if row.kernel == STREAM:
+        read = {"x": _rows(rows), **{f"weight{i}": _rows(w) for i, w in enumerate(weights)}}
+    else:
+        read = {"x": address(rows), **{f"weight{i}": address(w) for i, w in enumerate(weights)}}
+        read["x_pitch"] = pitch(rows)
+    values = {**read, **{f"out{i}": address(out) for i, out in enumerate(outs)}, "m": x.shape[0]}
     runtime.kernel(chosen)(*(values[name] for name in parameter_names(chosen)))
     return outs
 
 
 def _heights(weights: Sequence[Tensor]) -> tuple[int, ...]:
     return tuple(weight.shape[0] for weight in weights)
+
+
+def _rows(matrix: Tensor) -> Rows:
+    """What a tensor map of a matrix is made for."""
+    return Rows(address(matrix), matrix.shape[0], _apart(matrix))
+
+
+def _apart(matrix: Tensor) -> int:
+    """Bytes from one row to the next."""
+    return pitch(matrix) * ELEMENT

@@ -8,14 +8,16 @@ from torch import Tensor
 
 from k3fuse.kernels.attention_projection import reference
 from k3fuse.kernels.attention_projection.launch import launch, misfit
-from k3fuse.kernels.attention_projection.policy import TABLE
+from k3fuse.kernels.attention_projection.policy import TABLE, row_of
 from k3fuse.kernels.common import check, dispatch
 from k3fuse.kernels.common.dispatch import Spec
 from k3fuse.kernels.common.library import register
+from k3fuse.kernels.common.policy import MAX_M, Row
 
 NAME = "attention_projection"
 SCHEMA = (
-    f"{NAME}(Tensor x, Tensor[] weights, *, str target, str group, str composition) -> Tensor[]"
+    f"{NAME}(Tensor x, Tensor[] weights, *, str target, str group, str composition,"
+    " bool batch_invariant=False) -> Tensor[]"
 )
 
 
@@ -29,8 +31,18 @@ def _specs(x: Tensor, weights: Sequence[Tensor]) -> list[Spec]:
 
 
 def _run(
-    x: Tensor, weights: Sequence[Tensor], *, target: str, group: str, composition: str
-) -> list[Tensor]:
+    x: Tensor, weights: Sequence[Tensor], *, target: str, group: str, composition: str,
+    batch_invariant: bool = False,
+) -> list[Tensor]:  # fmt: skip
+    def engine(row: Row) -> Row:
+        """The row of one engine for all counts, where that is asked for."""
+        return row_of(target, row.m_max, batch_invariant=batch_invariant) or row
+
+    def unfit(row: Row) -> str:
+        """What is against the kernel; where one engine has to do, also at the largest count."""
+        asked = [row, TABLE.lookup(target, MAX_M) or row] if batch_invariant else [row]
+        return next((said for r in asked if (said := misfit(engine(r), target, x, weights))), "")
+
     return dispatch.run(
         TABLE,
         NAME,
@@ -40,14 +52,15 @@ def _run(
         inputs=[x, *weights],
         specs=_specs(x, weights),
         reference=lambda: reference.attention_projection(x, weights),
-        kernel=lambda row: launch(row, target, x, weights),
-        misfit=lambda row: misfit(row, target, x, weights),
+        kernel=lambda row: launch(engine(row), target, x, weights),
+        misfit=unfit,
     )
 
 
 def _fake(
-    x: Tensor, weights: Sequence[Tensor], *, target: str, group: str, composition: str
-) -> list[Tensor]:
+    x: Tensor, weights: Sequence[Tensor], *, target: str, group: str, composition: str,
+    batch_invariant: bool = False,
+) -> list[Tensor]:  # fmt: skip
     TABLE.lookup(target, 1)
     return [spec.empty(x) for spec in _specs(x, weights)]
 

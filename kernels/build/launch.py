@@ -11,7 +11,7 @@ import ctypes
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from k3fuse.kernels.build.compile import Built
 from k3fuse.kernels.build.elf import read_cubin
@@ -26,6 +26,17 @@ FREE_SMEM = 48 * 1024
 PORTABLE_CLUSTER = 8
 
 _FORMATS = {"pointer": "Q", "u64": "Q", "i64": "q", "u32": "I", "i32": "i", "tensor_map": "128s"}
+
+
+class Rows(NamedTuple):
+    """What a tensor map with open rows is made for.
+
+    address: of the first row; number: rows; pitch: bytes from one row to the next.
+    """
+
+    address: int
+    number: int
+    pitch: int
 
 
 @dataclass(frozen=True)
@@ -79,9 +90,9 @@ class Launcher:
     """One kernel, ready to launch on the device that was current when this was made.
 
     Takes one integer a parameter, in kernel order: `tensor.data_ptr()` for pointers and for tensor
-    maps, which are encoded when their address is first seen and kept until another one comes.
-    Nothing checks what the addresses point to. Not for use by several threads at once: calls share
-    one buffer (the driver copies it before a call returns).
+    maps, which are encoded when their address is first seen and kept until another one comes;
+    `Rows` for those with open rows. Nothing checks what the addresses point to. Not for use by
+    several threads at once: calls share one buffer (the driver copies it before a call returns).
     """
 
     def __init__(
@@ -128,12 +139,12 @@ class Launcher:
         self._prepared = self._driver.configure(self.config)
         self._parameters = ParameterBuffer(plan.parameters)
         self._maps = [
-            _KeptMap(place, parameter.name, parameter.tiles)
+            _KeptMap(place, parameter.name, parameter.tiles, parameter.open_rows)
             for place, parameter in enumerate(plan.parameters)
             if parameter.tiles is not None
         ]
 
-    def __call__(self, *values: int, stream: int | None = None) -> None:
+    def __call__(self, *values: int | Rows, stream: int | None = None) -> None:
         """Launch once. stream: a raw CUstream; torch's current one by default.
 
         Raises LaunchError for parameters that do not fit, or where the driver refuses.
@@ -157,27 +168,35 @@ class Launcher:
 
 @dataclass
 class _KeptMap:
-    """A tensor map parameter, and the bytes for the address of the last call."""
+    """A tensor map parameter, and the bytes for the value of the last call."""
 
     place: int
     name: str
     tiles: TileMap
-    address: int = -1
+    open_rows: bool = False
+    value: Any = None
     content: bytes = b""
 
-    def at(self, address: Any, driver: Driver) -> bytes:
-        """Return the bytes for an address. Raises LaunchError for one that a map cannot hold."""
-        if address != self.address or not self.content:
-            if not isinstance(address, int) or not 0 <= address < 2**64:
-                raise LaunchError(
-                    f"parameter {self.name}={address!r} is no tensor_map (tensor.data_ptr())"
-                )
+    def at(self, value: Any, driver: Driver) -> bytes:
+        """Return the bytes for an address, or `Rows`.
+
+        Raises LaunchError for what a map cannot hold.
+        """
+        if value != self.value or not self.content:
+            address = value.address if isinstance(value, Rows) else value
+            fits = isinstance(value, Rows) is self.open_rows
+            if not fits or not isinstance(address, int) or not 0 <= address < 2**64:
+                wanted = "Rows(address, number, pitch)" if self.open_rows else "tensor.data_ptr()"
+                raise LaunchError(f"parameter {self.name}={value!r} is no tensor_map ({wanted})")
+            tiles = self.tiles
             try:
-                self.tiles.check_address(address)
+                tiles.check_address(address)
+                if isinstance(value, Rows):
+                    tiles = tiles.with_rows(value.number, value.pitch)
             except ValueError as error:
                 raise LaunchError(f"parameter {self.name}: {error}") from None
-            self.content = driver.encode_tensor_map(self.tiles, address)
-            self.address = address
+            self.content = driver.encode_tensor_map(tiles, address)
+            self.value = value
         return self.content
 
 

@@ -106,12 +106,14 @@ def _value(values: Pairs, name: str, label: str) -> int:
 class Parameter:
     """One kernel parameter. kind: a key of PARAMETER_BYTES; pointers are device addresses.
 
-    tiles: of a tensor map, its shape, all but the address of the tensor.
+    tiles: of a tensor map, its shape, all but the address of the tensor. open_rows: each launch
+    says how many rows the tensor has, at most those of `tiles`, and how far apart they lie.
     """
 
     name: str
     kind: str
     tiles: TileMap | None = None
+    open_rows: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in PARAMETER_BYTES:
@@ -123,6 +125,10 @@ class Parameter:
             raise VariantError(
                 f"parameter {self.name!r} of kind {self.kind!r}: give tiles=TileMap(...) for a "
                 "tensor_map, and only there"
+            )
+        if self.open_rows and (self.tiles is None or len(self.tiles.dims) != 2):
+            raise VariantError(
+                f"parameter {self.name!r}: open_rows needs tiles=TileMap(...) of two dimensions"
             )
 
     @property
@@ -138,7 +144,10 @@ class Parameter:
     def to_json(self, offset: int) -> dict[str, Any]:
         """Plain data, read back by `from_json`; the offset and the size are for people."""
         data = {"name": self.name, "kind": self.kind, "offset": offset, "size": self.size}
-        return data if self.tiles is None else {**data, "tiles": asdict(self.tiles)}
+        if self.tiles is None:
+            return data
+        given = {**data, "tiles": asdict(self.tiles)}
+        return {**given, "open_rows": True} if self.open_rows else given
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Parameter:
@@ -147,7 +156,8 @@ class Parameter:
         if tiles is not None:
             tiles = {k: tuple(v) if isinstance(v, list) else v for k, v in tiles.items()}
         try:
-            return cls(data["name"], data["kind"], TileMap(**tiles) if tiles else None)
+            known = TileMap(**tiles) if tiles else None
+            return cls(data["name"], data["kind"], known, bool(data.get("open_rows", False)))
         except ValueError as error:
             raise VariantError(f"parameter {data['name']!r}: {error}") from None
 

@@ -15,7 +15,7 @@ import torch
 from k3fuse.kernels.build.cache import Cache
 from k3fuse.kernels.build.compile import Built
 from k3fuse.kernels.build.errors import BuildError
-from k3fuse.kernels.build.variant import Plan, Variant
+from k3fuse.kernels.build.variant import Parameter, Plan, Variant
 from k3fuse.kernels.check.engine import Call, buffer_names, execute
 from k3fuse.kernels.check.naming import Naming, Traffic, owned_tensor
 from k3fuse.kernels.check.report import RunReport, SequenceReport
@@ -139,10 +139,11 @@ def _ordered(built: Built, rank: int, values: Rank) -> list[Value]:
                 "tensor, Fresh, Owned, Inside, Multicast, TensorMap or an int"
             )
         if parameter.tiles is not None:
-            if not isinstance(value, TensorMap) or value.tiles() != parameter.tiles:
+            if not isinstance(value, TensorMap) or not _is_map(parameter, value):
+                rows = ".with_rows(count, pitch)" if parameter.open_rows else ""
                 raise ParameterError(
                     f"{where}: parameter {parameter.name!r} is a tensor map; give "
-                    "TensorMap.of(tensor, parameter.tiles) with the plan's parameter"
+                    f"TensorMap.of(tensor, parameter.tiles{rows}) with the plan's parameter"
                 )
         elif not number and parameter.kind != "pointer":
             raise ParameterError(
@@ -150,6 +151,17 @@ def _ordered(built: Built, rank: int, values: Rank) -> list[Value]:
             )
         result.append(value)
     return result
+
+
+def _is_map(parameter: Parameter, value: TensorMap) -> bool:
+    """Whether a map is the one that the plan states, with rows of its own where those are open."""
+    stated, given = parameter.tiles, value.tiles()
+    if stated is not None and parameter.open_rows and len(given.dims) == 2:
+        try:
+            stated = stated.with_rows(given.dims[1], given.strides[0])
+        except ValueError:
+            return False
+    return given == stated
 
 
 def _known(what: str, values: Mapping[str, object], plan: Plan, where: str) -> None:

@@ -18,16 +18,16 @@ from k3fuse.kernels.build import packed
 from k3fuse.kernels.build.cache import Cache
 from k3fuse.kernels.build.compile import Built
 from k3fuse.kernels.build.errors import LaunchError, MissingDslError, PackedError
-from k3fuse.kernels.build.launch import Launcher
+from k3fuse.kernels.build.launch import Launcher, Rows
 from k3fuse.kernels.build.variant import Variant, builder
 
 ENVIRONMENT = "K3FUSE_KERNEL_PACK"
 
 
 class Launch(Protocol):
-    """A kernel that is loaded: one integer a parameter."""
+    """A kernel that is loaded: one integer a parameter, `Rows` for a map with open rows."""
 
-    def __call__(self, *values: int) -> None:
+    def __call__(self, *values: int | Rows) -> None:
         """Launch on the current stream."""
 
 

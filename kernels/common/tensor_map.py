@@ -10,7 +10,7 @@ simulator, and the check of a plan against the DSL's host code.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 BYTES = 128
 ALIGNMENT = 64  # of a map in parameter or global memory
@@ -148,6 +148,18 @@ class TileMap:
         for size in self.shape:
             count *= size
         return count * ELEMENTS[self.element].bits // 8
+
+    def with_rows(self, count: int, pitch: int) -> TileMap:
+        """The same tiles of a matrix of `count` rows, `pitch` bytes from one to the next.
+
+        Raises ValueError for another number of dimensions than two, for more rows than this map's,
+        and for what a map cannot hold.
+        """
+        if len(self.dims) != 2:
+            raise ValueError(f"dims is {self.dims}; a map with open rows has two dimensions")
+        if not 1 <= count <= self.dims[1]:
+            raise ValueError(f"{count} rows given; the map takes 1 to {self.dims[1]}")
+        return replace(self, dims=(self.dims[0], count), strides=(pitch,))
 
     def check_address(self, address: int) -> None:
         """Raise ValueError for an address of the tensor that a map cannot hold."""

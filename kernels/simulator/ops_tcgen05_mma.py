@@ -29,7 +29,7 @@ from k3fuse.kernels.simulator.ops_tcgen05_copy import (
     shared_words,
 )
 from k3fuse.kernels.simulator.syntax import Address, Vector
-from k3fuse.kernels.simulator.tensor_memory import TensorMemory, split
+from k3fuse.kernels.simulator.tensor_memory import LANES, TensorMemory, split
 from k3fuse.kernels.simulator.translate import Reader, Site
 from k3fuse.kernels.simulator.types import Array
 
@@ -150,6 +150,14 @@ def _perform(group: Group, memory: TensorMemory, ctas: Array, job: _Job, who: Or
         down, product = down[shown], product[:, shown]
     for place, cta in enumerate(ctas):
         total = product[place]
+        if kind.m == LANES and lane == 0 and not job.hidden:
+            # The usual case, without an index of every word.
+            part = memory.columns(int(cta), column, kind.n)
+            if part is not None and (not job.keep or memory.written[cta, :, part].all()):
+                words = memory.words[cta, :, part].view(np.float32)
+                words[...] = total + words if job.keep else total
+                memory.written[cta, :, part] = True
+                continue
         if job.keep:
             total = total + memory.read(int(cta), down, across, who).view(np.float32)
         words = total.astype(np.float32).view(np.uint32)

@@ -122,6 +122,12 @@ class TensorMemory:
         self.words[cta, lane, column] = words
         self.written[cta, lane, column] = True
 
+    def columns(self, cta: int, first: int, count: int) -> slice | None:
+        """All lanes of neighbouring columns that the CTA holds; None where it does not."""
+        if first < 0 or first + count > COLUMNS or not self.held[cta, first : first + count].all():
+            return None
+        return slice(first, first + count)
+
     def issue(self, cta: int, work: Callable[[], None]) -> None:
         """Give the tensor core of a CTA something to do after all that it has been given."""
         if self.delivery.random is None:

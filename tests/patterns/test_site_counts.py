@@ -114,7 +114,18 @@ def test_a_symbolic_token_count() -> None:
     kernels = {
         s.kernel.name for s in report.sites if s.pattern == "attention_projection" and s.kernel
     }
-    assert kernels == {", ".join(f"stationary_gemm<={m}" for m in (8, 16, 32, 64))}
+    assert kernels == {", ".join(f"stream_gemm<={m}" for m in (8, 16, 32, 64))}
+
+
+def test_one_engine_for_all_token_counts_reaches_the_op() -> None:
+    target = Target.parse("gb300:tp8")
+    for asked in (False, True):
+        graph = build(SourceRequest(target, 8, 4, "list"))[0]
+        run(graph.module, "gb300:tp8", plan=True, groups=graph.groups, batch_invariant=asked)
+        calls = [
+            n for n in graph.module.graph.nodes if "k3fuse.attention_projection" in str(n.target)
+        ]
+        assert [n.kwargs.get("batch_invariant", False) for n in calls] == [asked] * 4
 
 
 def test_layers_are_numbered() -> None:

@@ -174,7 +174,7 @@ def test_the_summary_is_there_without_a_script() -> None:
     root = full_tree()
     counts = next(e for e in root.iter("table") if "counts" in classes(e))
     rows = [[words(c) for c in row] for row in counts.iter("tr")]
-    assert ["attention_projection", "93", "93", "0", "0", "stationary_gemm"] in rows
+    assert ["attention_projection", "93", "93", "0", "0", "stream_gemm"] in rows
     cells = [e for e in root.iter("a") if "cell" in classes(e)]
     assert len(cells) == 464
     assert Counter(words(e) for e in cells) == {"F": 464}

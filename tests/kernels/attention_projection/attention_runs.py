@@ -30,9 +30,11 @@ def store() -> Cache:
     return Cache(Path(mkdtemp(prefix="k3fuse-test-")))
 
 
-def kernel(m: int, rows: Sequence[int], k: int = HIDDEN, arch: str = "sm_103a") -> Variant:
-    """The variant for up to m tokens."""
-    return BUILDER.variant(arch, {"m": m, "k": k, **rows_shape(rows)}, {})
+def kernel(
+    m: int, rows: Sequence[int], k: int = HIDDEN, arch: str = "sm_103a", **config: int
+) -> Variant:
+    """The variant for up to m tokens: the stationary kernel, unless config says stream=1."""
+    return BUILDER.variant(arch, {"m": m, "k": k, **rows_shape(rows)}, {"stream": 0, **config})
 
 
 def operands(
@@ -49,9 +51,8 @@ def project(
 ) -> tuple[list[Tensor], RunReport]:
     """Run the kernel on one rank: its outputs, and the report."""
     outs = [torch.empty(x.shape[0], w.shape[0], dtype=BF16) for w in weights]
-    report = run(
-        made, [values(x, weights, outs)], needed=needed(x, weights, outs), cache=store(), **how
-    )
+    given = values(made.variant if isinstance(made, Built) else made, x, weights, outs)
+    report = run(made, [given], needed=needed(x, weights, outs), cache=store(), **how)
     return outs, report
 
 

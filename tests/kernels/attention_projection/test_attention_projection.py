@@ -99,7 +99,7 @@ def test_neighbours_do_not_matter(m: int) -> None:
     wide[:, :512] = x
     wide[1, 7], wide[2, 100] = float("nan"), float("inf")
     out = torch.empty(m, 70, dtype=BF16)
-    given = {**values(wide, weights, [out]), "m": m}
+    given = {**values(kernel(64, rows, 512), wide, weights, [out]), "m": m}
     assert given["x_pitch"] == 520
     run(kernel(64, rows, 512), [given], cache=store())
     assert out[1].isnan().all()

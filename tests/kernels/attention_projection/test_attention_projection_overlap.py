@@ -32,15 +32,12 @@ def chain(second: Built, seed: int | None = None) -> tuple[Tensor, list[Tensor],
     weights, more = operands(M, ROWS)[1], operands(M, NARROW, 512)[1]
     outs = [torch.empty(M, n, dtype=BF16) for n in ROWS]
     last = [torch.empty(M, n, dtype=BF16) for n in NARROW]
-    third = dict(values(outs[0], more, last))
-    third["x"] = Fresh(outs[0])
-    second_values = dict(values(x, weights, outs))
-    second_values["x"] = Fresh(x)
+    reader = kernel(8, NARROW, 512, **dict(second.variant.config))
     run_sequence(
         [
             Launch(before.launches[0].kernel, [given]),
-            Launch(second, [second_values]),
-            Launch(kernel(8, NARROW, 512), [third]),
+            Launch(second, [values(second.variant, x, weights, outs, fresh=True)]),
+            Launch(reader, [values(reader, outs[0], more, last, fresh=True)]),
         ],
         seed=seed,
         cache=store(),
@@ -51,17 +48,20 @@ def chain(second: Built, seed: int | None = None) -> tuple[Tensor, list[Tensor],
     return x, outs, last
 
 
-def test_between_attn_res_and_a_consumer() -> None:
-    built = store().get(kernel(8, ROWS))
+@pytest.mark.parametrize("stream", [0, 1])
+def test_between_attn_res_and_a_consumer(stream: int) -> None:
+    built = store().get(kernel(8, ROWS, stream=stream))
     _, outs, last = chain(built)
     _, again, same = chain(built, seed=5)
     for a, b in zip([*outs, *last], [*again, *same], strict=True):
         assert torch.equal(a, b)
 
 
-def test_x_before_the_wait_is_found() -> None:
-    built = store().get(kernel(8, ROWS))
+@pytest.mark.parametrize(("stream", "count"), [(0, 2), (1, 1)])
+def test_x_before_the_wait_is_found(stream: int, count: int) -> None:
+    built = store().get(kernel(8, ROWS, stream=stream))
     waits = "griddepcontrol.wait;"
-    assert built.ptx.count(waits) == 2  # of warps with a tile, and of those without
+    # Of warps with a tile and of those without; of the warp that copies x.
+    assert built.ptx.count(waits) == count
     with pytest.raises(OverlapError):
         chain(replace(built, ptx=built.ptx.replace(waits, "")))

@@ -15,7 +15,7 @@ import torch
 from k3fuse.kernels.build import packed, variant
 from k3fuse.kernels.build.compile import compile_variant
 from k3fuse.kernels.build.errors import BuildError, LaunchError, VariantError
-from k3fuse.kernels.build.launch import Launcher
+from k3fuse.kernels.build.launch import Launcher, Rows
 from k3fuse.kernels.build.variant import Parameter, Plan, offsets
 from k3fuse.kernels.check import ParameterError, run
 from k3fuse.kernels.common.tensor_map import TileMap
@@ -142,6 +142,59 @@ def test_parameters_that_do_not_fit(values: tuple[Any, ...], message: str) -> No
         launch(*values)
     launch(SOURCE, 0, TARGET)
     assert len(driver.named("launch")) == 1
+
+
+OPEN = Parameter("source", "tensor_map", tiles(), True)
+
+
+def test_maps_with_open_rows() -> None:
+    plan = Plan((1, 1, 1), (32, 1, 1), (1, 1, 1), 0, (OPEN, *PARAMETERS[1:]))
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    assert "open_rows" not in PARAMETERS[0].to_json(0)
+    for kind, given in (("pointer", None), ("tensor_map", TileMap("bf16", (64,), (), (64,)))):
+        with pytest.raises(VariantError, match="open_rows needs tiles"):
+            Parameter("x", kind, given, True)
+    assert tiles().with_rows(5, 256) == replace(tiles(), dims=(64, 5), strides=(256,))
+    for count, pitch, said in ((33, 128, "33 rows given; the map takes 1 to 32"), (0, 128, "0 row"),
+                               (5, 120, "strides is")):  # fmt: skip
+        with pytest.raises(ValueError, match=said):
+            tiles().with_rows(count, pitch)
+    with pytest.raises(ValueError, match="two dimensions"):
+        TileMap("bf16", (64,), (), (64,)).with_rows(1, 128)
+
+
+def test_each_launch_gives_the_rows_of_an_open_map() -> None:
+    driver = FakeDriver(sizes=(128, 4, 128))
+    made_ = made(parameters=(OPEN, *PARAMETERS[1:]))
+    launch = Launcher(made_, driver, stream=lambda: 0)
+    given = [Rows(SOURCE, 5, 256), Rows(SOURCE, 5, 256), Rows(SOURCE, 6, 256), Rows(SOURCE, 6, 128)]
+    for rows in given:
+        launch(rows, 0, TARGET)
+    encoded = [call[1] for call in driver.named("encode_tensor_map") if call[2] == SOURCE]
+    assert encoded == [tiles().with_rows(r.number, r.pitch) for r in given[1:]]
+    for bad, said in (
+        (SOURCE, r"is no tensor_map \(Rows\(address, number, pitch\)\)"),
+        (Rows(SOURCE, 40, 128), "40 rows given"),
+        (Rows(SOURCE + 8, 4, 128), "no multiple of 16"),
+    ):
+        with pytest.raises(LaunchError, match=said):
+            launch(bad, 0, TARGET)
+    with pytest.raises(LaunchError, match=r"target=Rows.* is no tensor_map \(tensor.data_ptr"):
+        launch(given[0], 0, Rows(TARGET, 4, 128))
+
+
+def test_the_author_s_call_takes_other_rows_where_they_are_open() -> None:
+    plan = Plan((1, 1, 1), (32, 1, 1), (1, 1, 1), 0, (OPEN, *PARAMETERS[1:]))
+    kernel = replace(made(), plan=plan, ptx="none")
+    source = torch.zeros(ROWS, 64).bfloat16()
+    target = TensorMap.of(source, tiles())
+    for bad in (tiles(8), replace(tiles(), dims=(64, 33))):
+        given = {"source": TensorMap.of(source, bad), "skip": 0, "target": target}
+        with pytest.raises(ParameterError, match=r"with_rows\(count, pitch\)"):
+            run(kernel, [given])
+    good = {"source": TensorMap.of(source, tiles().with_rows(7, 256)), "target": target}
+    with pytest.raises(ParameterError, match="'skip'"):  # the control: the map is not in the way
+        run(kernel, [good])
 
 
 def test_what_the_driver_is_asked_for() -> None:
