@@ -14,6 +14,7 @@ from k3fuse.kernels.router.policy import TABLE
 from k3fuse.patterns import symbols as s
 from k3fuse.patterns.compose import replacement
 from k3fuse.patterns.moe import (
+    OpaqueExperts,
     equal_on_all_ranks,
     gated_linears,
     opaque_experts,
@@ -103,10 +104,15 @@ class Router(Pattern):
                 continue
             latent = view.producer(opaque.hidden, Linear)
             same = latent is not None and view.same(latent.x, gate.x) and latent.out is not gate.out
-            yield self._site(view, gate, latent if same else None, None)
+            yield self._site(view, gate, latent if same else None, None, opaque)
 
     def _site(
-        self, view: GraphView, gate: Linear, latent: Linear | None, routing: Routing | None
+        self,
+        view: GraphView,
+        gate: Linear,
+        latent: Linear | None,
+        routing: Routing | None,
+        opaque: OpaqueExperts | None = None,
     ) -> Site:
         group, size = tp_group(view)
         values: dict[sympy.Symbol, Value] = {
@@ -139,7 +145,7 @@ class Router(Pattern):
         if latent is not None:
             made.append(latent.out)
             covered += latent.nodes
-        notes = () if routing is not None else ("selection hidden in an opaque experts op",)
+        notes = () if opaque is None else (hidden(opaque),)
         return Site(
             self.name,
             ("router" if routing is not None else "front") + (" + latent" if latent else ""),
@@ -184,6 +190,12 @@ class Router(Pattern):
     def kernel(self, site: Site, target: Target) -> Kernel | None:
         """The policy's row for M."""
         return pick(TABLE, site, target)
+
+
+def hidden(opaque: OpaqueExperts) -> str:
+    """What an opaque experts op keeps to itself, for the report."""
+    shared = ", the shared expert's gate and up" if opaque.shared is not None else ""
+    return f"hidden in an opaque experts op: the selection{shared}"
 
 
 def _latent(view: GraphView, gate: Linear, shared: set[fx.Node]) -> Linear | None:

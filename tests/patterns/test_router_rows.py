@@ -55,3 +55,12 @@ def test_a_site_whose_row_another_group_reduced_is_refused(group: str) -> None:
     (site,) = (s for s in report.sites if s.pattern == "router")
     codes = [r.code.value for r in site.reasons]
     assert codes == ([] if group == GROUP else ["GROUP_MISMATCH"])
+
+
+def test_the_report_says_what_is_hidden() -> None:
+    file = stored(NAME)
+    report = run(file.module, "gb300:tp8", groups=file.meta["groups"])
+    (site,) = (s for s in report.sites if s.pattern == "router")
+    assert site.notes == (
+        "hidden in an opaque experts op: the selection, the shared expert's gate and up",
+    )
