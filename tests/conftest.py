@@ -7,6 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+
+# Scalar code from Inductor: finding out what vectors the machine has takes the compiler 15 s of
+# processor time in each fresh cache, and torch's vectors are not what is tested here.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+
 import torch
 
 TESTS = Path(__file__).parent
