@@ -17,7 +17,7 @@ LAUNCHES = {
     "output_projection": (1, 2),
     "attn_res": (1, 1),
     "router": (2, 2),
-    "experts": (2, 2),
+    "experts": (3, 3),
     "tail": (1, 1),
 }
 

@@ -14,6 +14,8 @@ import torch
 from click.testing import CliRunner, Result
 
 from build import DATA
+from k3fuse.kernels.common.policy import planned, table
+from k3fuse.patterns import experts
 from k3fuse.rewriter import backend
 from k3fuse.rewriter.cli import main
 from reports import without_a_kernel
@@ -92,7 +94,11 @@ def test_inspect_gives_a_table() -> None:
 
 
 @pytest.mark.parametrize(("plan", "code"), [(True, OK), (False, MISSING)])
-def test_missing_sites_of_a_built_in_model_are_an_exit_code(plan: bool, code: int) -> None:
+def test_missing_sites_of_a_built_in_model_are_an_exit_code(
+    plan: bool, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later = table("experts", planned(1, 64, "a_kernel_to_come", 2))
+    monkeypatch.setattr(experts, "EXPERTS_TABLE", later)
     result = call("inspect", "kimi-k3", "--layers", 2, "--json", *(["--plan"] if plan else []))
     assert result.exit_code == code
     d = document(result)
