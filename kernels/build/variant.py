@@ -29,6 +29,7 @@ BUILDERS = {
     "tail": "k3fuse.kernels.tail.builder:BUILDER",
     "experts": "k3fuse.kernels.experts.builder:BUILDER",
     "shared_gate_up": "k3fuse.kernels.experts.gate_up:BUILDER",
+    "l2_prefetch": "k3fuse.kernels.prefetch.builder:BUILDER",
 }
 
 Pairs = tuple[tuple[str, int], ...]

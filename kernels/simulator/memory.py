@@ -165,6 +165,12 @@ class GlobalMemory:
                 result[chosen] = value
         return results
 
+    def prefetch(self, address: Array, site: Origin) -> None:
+        """Count 16 bytes at each address as read; raise where they are nobody's."""
+        traffic = self.traffic if site.grid is None else site.grid.traffic
+        for buffer, _, offset in self.resolve(address, 16, site, "prefetch"):
+            traffic.record(site.rank, buffer, offset, 16, write=False)
+
     def _read(
         self,
         buffer: Buffer,

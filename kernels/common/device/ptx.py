@@ -251,6 +251,11 @@ def bulk_multicast(target: Any, source: Any, size: Any, barrier: Any, mask: Any)
     asm(code, [], target, source, Int32(size), barrier, Int32(mask))
 
 
+def prefetch(address: Any, size: Any) -> None:
+    """Ask for `size` bytes (a multiple of 16) of global memory to come to L2."""
+    asm("cp.async.bulk.prefetch.L2.global [$0], $1;", [], address, Int32(size))
+
+
 # Barriers. ----------------------------------------------------------------------------------------
 
 
