@@ -13,7 +13,7 @@ from torch import Tensor
 from k3fuse.kernels.build.variant import Variant
 from k3fuse.kernels.check import Launch, run_sequence
 from k3fuse.kernels.common.operands import float_bits
-from k3fuse.kernels.router import route_bits
+from k3fuse.kernels.router import route_bits, route_launch
 from k3fuse.kernels.router.route_builder import BUILDER, config_of
 from k3fuse.kernels.router.route_config import arrivals_offset
 from k3fuse.kernels.router.route_launch import TOKENS, Form, Rows, launch, misfit, variant
@@ -131,3 +131,21 @@ def test_gather_returns_logits_and_latent() -> None:
     assert logits.dtype == torch.float32
     assert latent.shape == (2, LATENT)
     assert latent.dtype == torch.bfloat16
+
+
+def test_plain_rows_count_their_tokens_in_a_word_of_their_own() -> None:
+    """One a device, 0 before the first call; a mailbox has its own."""
+    logits, bias = random_logits(9, 4)
+    latent = torch.randn(9, LATENT).bfloat16()
+    seen = set()
+    for _ in range(2):
+        recorder: Any = Recorder()
+        launch(
+            TARGET, 9, K3, Rows(logits=logits, latent=latent), logits, bias=bias, runtime=recorder
+        )  # fmt: skip
+        ((chosen, values),) = recorder.launched
+        names = [p.name for p in BUILDER.plan(chosen).parameters]
+        seen.add(values[names.index("arrivals")])
+    (word,) = seen
+    (counter,) = (c for c in route_launch._COUNTERS.values() if c.data_ptr() == word)
+    assert counter.tolist() == [0]

@@ -143,14 +143,7 @@ def test_random_schedules(seed: int) -> None:
     right(problem)
 
 
-def test_a_missing_word_is_waited_for_and_a_kernel_with_a_timeout_names_the_rank() -> None:
-    """Every word that one rank sends counts: without any of them nothing is chosen."""
-    variant = kernel(64, {"tp": 8}, **FULL)
-    for place in (3 * E // 8, E + 3 * LATENT // 16 + 1):
-        problem = make(variant, 1, seed=1)
-        problem.boxes[0][place] = -(2**31)
-        with pytest.raises(DeadlockError):
-            run(problem, variant)
+def test_a_kernel_with_a_timeout_names_token_and_rank() -> None:
     patient = kernel(4, {"tp": 8}, timeout=50)
     for place in (3 * E // 8, E + 3 * LATENT // 16 + 1):
         problem = make(patient, 2, seed=1)
@@ -217,3 +210,46 @@ def test_an_arrival_that_orders_nothing_is_found() -> None:
 def test_what_is_published_has_no_sentinel() -> None:
     rows = torch.tensor([[-0.0, 0.0, -1.0, float("nan")]])
     assert published(rows).view(torch.int32)[0, :2].tolist() == [0, 0]
+
+
+# Words that are waited for. -----------------------------------------------------------------------
+
+# Four words of a logits thread, four of a latent thread, of the small kernel's row.
+PLACES = [*range(12, 16), *range(256 + 8, 256 + 12)]
+_WORD = re.compile(r"setp\.eq(?:\.or)?\.u32 p, (%\w+), 0x80000000(?:, p)?;")
+
+
+def lost(made: Variant | Built, place: int) -> str:
+    """What a run does without one word of the row: "" where it goes on, "waits" where not."""
+    problem = make(small(), 1, seed=1)
+    problem.boxes[0][place] = -(2**31)
+    try:
+        run(problem, made)
+    except DeadlockError:
+        return "waits"
+    return ""
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_every_word_is_waited_for(place: int) -> None:
+    """And a poll that does not look at it goes on: three of four words are not enough."""
+    made = built(small())
+    assert lost(made, place) == "waits"
+    terms = list(_WORD.finditer(made.ptx))
+    assert len(terms) == 8
+    term = terms[PLACES.index(place)]
+    # A word that is never missing: the same one with a bit set.
+    blind = f"{{ .reg .b32 t; or.b32 t, {term[1]}, 1; " + term[0].replace(term[1], "t") + " }"
+    mutant = replace(made, ptx=made.ptx[: term.start()] + blind + made.ptx[term.end() :])
+    assert lost(mutant, place) == ""
+
+
+def test_every_store_that_arms_a_word_is_needed() -> None:
+    made = built(small())
+    stores = list(re.finditer(r"st\.relaxed\.sys\.global\.v4\.b32 [^;]*;", made.ptx))
+    assert len(stores) == 2
+    for store in stores:
+        problem = make(small(), 2, seed=1)
+        run(problem, replace(made, ptx=made.ptx[: store.start()] + made.ptx[store.end() :]))
+        assert problem.wrong() == ""
+        assert "not armed" in problem.disarmed()
