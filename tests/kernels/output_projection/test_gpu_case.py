@@ -80,10 +80,10 @@ def test_the_group_sizes() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("tp", [8, 16])
-def test_a_group_of_simulated_kernels(tp: int) -> None:
+def test_a_group_of_simulated_kernels() -> None:
+    # Sixteen ranks' mailboxes and weights in the simulator take more memory than a test should.
     device = Simulated()
-    case = Emulated(device, tp, tokens=(2,), timed=())
+    case = Emulated(device, 8, tokens=(2,), timed=())
     done = run_case(case, device, replays=3)
     assert done.passed, done.faults
     assert list(done.compared.values()) == [0]
