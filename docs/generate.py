@@ -260,13 +260,17 @@ def nearmiss(_: str) -> str:
     )
     faults = ", ".join(f"{n} {name}{'' if n == 1 else 's'}" for name, n in wrong.items())
     rate = ledger["graphs"] / ledger["seconds"]
+    before = [e for e in ledger["earlier"] if e["graphs"]]
+    graphs = sum(e["graphs"] for e in before)
+    failed = sum(n for e in before for n in e["problems"].values())
+    earlier = f" Of earlier code: {failed} failed of {graphs:,}." if before else ""
     return (
         f"**{faults} in {ledger['graphs']:,} graphs** of seed {ledger['seed']} "
         f"({ledger['dates'][-1]}, torch {ledger['versions']['torch']}); the target is 0 in 100,000."
         "\n\n"
         + table(["family", "graphs", "rewritten", "refused with a reason", "no candidate"], rows)
         + f"\n{ledger['compared']:,} of them had a site of some family, so values were compared."
-        f" By number of defects: {defects}. {rate:.0f} graphs a second of one core.\n"
+        f" By number of defects: {defects}. {rate:.0f} graphs a second of one core.{earlier}\n"
     )
 
 

@@ -127,6 +127,11 @@ def _bounds(expr: sympy.Basic, env: ShapeEnv | None) -> tuple[sympy.Basic, sympy
     return bound.lower, bound.upper
 
 
+def _holds_names(relation: sympy.Basic) -> bool:
+    """Whether names are left: of two different ones, Eq(a, b) stays unevaluated. It never holds."""
+    return any(_is_name(symbol) for symbol in relation.free_symbols)
+
+
 def _reachable(relation: sympy.Basic, env: ShapeEnv | None) -> bool:
     """Whether some value in range satisfies the relation (sound for And of simple bounds)."""
     if relation in (sympy.true, sympy.false):
@@ -136,6 +141,8 @@ def _reachable(relation: sympy.Basic, env: ShapeEnv | None) -> bool:
     if isinstance(relation, sympy.Or):
         return any(_reachable(part, env) for part in relation.args)
     if isinstance(relation, sympy.core.relational.Relational):
+        if _holds_names(relation):
+            return False
         low, high = _bounds(relation.lhs - relation.rhs, env)
         if isinstance(relation, sympy.LessThan):
             return bool(low <= 0)
@@ -158,8 +165,8 @@ def _proved(relation: sympy.Basic, env: ShapeEnv | None) -> bool:
     if isinstance(relation, sympy.Or):
         return any(_proved(part, env) for part in relation.args)
     if isinstance(relation, sympy.core.relational.Relational):
-        if any(s.name.startswith(_NAME_PREFIX) for s in relation.free_symbols):
-            return False  # two different names: Eq(a, b) stays unevaluated
+        if _holds_names(relation):
+            return False
         low, high = _bounds(relation.lhs - relation.rhs, env)
         if isinstance(relation, sympy.LessThan):
             return bool(high <= 0)

@@ -75,6 +75,7 @@ def test_a_static_value(relation: sympy.Basic, value: int, holds: bool, proof: s
         (And(Ge(M, 4), Le(M, 64)), 65, 512, False, False),
         (Or(Eq(M, 8), Ge(M, 2)), 2, 64, True, True),
         (Or(Eq(M, 8), Eq(M, 16)), 17, 64, False, False),
+        (Ne(M, 65), 2, 64, False, False),  # true, but no relation that is reasoned about
     ],
 )
 def test_a_symbolic_value(
@@ -101,6 +102,18 @@ def test_names_and_dtypes(proof: str) -> None:
     assert not check(guard, {D: to_value("bfloat")}, None).passed
     either = Guard(Or(Eq(D, name("a")), Eq(D, name("b"))), Code.ATTR_MISMATCH, proof=proof)  # type: ignore[arg-type]
     assert [check(either, {D: name(x)}, None).passed for x in "abc"] == [True, True, False]
+
+
+@pytest.mark.parametrize("proof", ["static", "reachable"])
+def test_a_name_beside_a_symbolic_value(proof: str) -> None:
+    expr, env = symbol(2, 64)
+    guard = Guard(And(Eq(D, name("a")), Le(M, 64)), Code.ATTR_MISMATCH, proof=proof)  # type: ignore[arg-type]
+    assert [check(guard, {D: name(x), M: expr}, env).passed for x in "ab"] == [True, False]
+
+
+def test_arithmetic_beyond_the_fast_path() -> None:
+    guard = Guard(Le(M**2, 100), Code.SHAPE_MISMATCH)
+    assert [check(guard, {M: sympy.Integer(m)}, None).passed for m in (10, 11)] == [True, False]
 
 
 @pytest.mark.parametrize("proof", ["static", "reachable"])
