@@ -56,8 +56,11 @@ def _look(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     shape = tuple(str(s) for s in value.shape)
-    # Strides of sizes of 1 mean nothing.
+    # Strides of sizes of 1 mean nothing. A symbol is not asked: that would be a guard, and a graph
+    # of its own for one token.
     strides = tuple(
-        str(step) for step, size in zip(value.stride(), value.shape, strict=True) if size != 1
+        str(step)
+        for step, size in zip(value.stride(), value.shape, strict=True)
+        if not (isinstance(size, int) and size == 1)
     )
     return (shape, strides, value.dtype, value.device)

@@ -316,3 +316,16 @@ def test_reports_are_in_order_and_can_be_forgotten() -> None:
     assert [r.counts()["output_projection"].found for r in backend.reports()] == [1, 3]
     backend.reset_reports()
     assert backend.reports() == []
+
+
+def test_one_token_runs_the_graph_of_every_count() -> None:
+    """The rewrite asks no symbol whether it is 1: that would be a guard, and a second graph."""
+    model = compiled(Projection())
+    shapes: Any = torch.fx.experimental._config
+    with torch.no_grad(), shapes.patch(backed_size_oblivious=True):
+        for m in (5, 1, 8):
+            inputs = pair(m)
+            for tensor in inputs:
+                torch._dynamo.mark_dynamic(tensor, 0)
+            model(*inputs)
+    assert [len(r.found) for r in backend.reports()] == [3]
