@@ -5,8 +5,11 @@ So a concept's decomposed form follows torch's versions instead of being written
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Callable, Mapping
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -114,6 +117,25 @@ def _materialise(spec: Any) -> Any:
     return [_materialise(s) for s in spec]
 
 
+@contextlib.contextmanager
+def _own_errors() -> Iterator[None]:
+    """Keep torch from logging what the caller catches and answers with a reason.
+
+    A reference function that has no form at a site's shape raises; torch also logs the operator's
+    error with its stack, which reads like a fault in a user's log.
+    """
+    thread, logger = threading.get_ident(), logging.getLogger("torch._subclasses.fake_tensor")
+
+    def others(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    logger.addFilter(others)
+    try:
+        yield
+    finally:
+        logger.removeFilter(others)
+
+
 def trace(
     template: Template,
     operands: Mapping[str, Any],
@@ -129,7 +151,7 @@ def trace(
         return found
     table = _inductor_table() if level == "inductor" else {}
     numbers = {c.name: c.sentinel for c in template.captures}
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+    with _own_errors(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         examples = [_materialise(spec) for spec in specs]
         flat: list[torch.Tensor] = []
         layout: list[int] = []  # -1: one tensor; n: a list of n
