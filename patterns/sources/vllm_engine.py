@@ -68,7 +68,7 @@ def build(request: SourceRequest) -> list[SourceGraph]:
             'only; start the engine once with "dry_run": true and read the report'
         )
     graphs = list(_graphs(request))
-    graphs[0].notes = (*_notes(facts, decision), *graphs[0].notes)
+    graphs[0].notes = (*_notes(facts, decision, settings), *graphs[0].notes)
     return graphs
 
 
@@ -164,11 +164,13 @@ def _dtype(document: Mapping[str, Any], model: Mapping[str, Any]) -> str:
     return str(own or "bfloat16") if given == "auto" else given.removeprefix("torch.")
 
 
-def _notes(facts: Facts, decision: Decision) -> tuple[str, ...]:
+def _notes(facts: Facts, decision: Decision, settings: Settings) -> tuple[str, ...]:
     forms = len({_form(i) for i in range(_LAYERS)})
+    graphs = f"{forms} graphs of decoder layers, one of the last AttnRes"
+    if settings.region == ("model",):
+        graphs = "one graph of the whole text model (shown layer by layer), one for a single token"
     return (
-        f"vLLM {facts.vllm}, route {decision.route.value}: {forms} graphs of decoder layers, one "
-        "of the last AttnRes, for steps of up to 64 tokens",
+        f"vLLM {facts.vllm}, route {decision.route.value}: {graphs}, for steps of up to 64 tokens",
         *decision.notes,
     )
 

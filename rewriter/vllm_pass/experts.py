@@ -259,6 +259,8 @@ def objections(layer: ExpertLayer, wanted: Wanted | None = None) -> list[Reason]
         (Code.SHAPE_MISMATCH, "experts a token", want.top_k, routing.top_k),
         (Code.SHAPE_MISMATCH, "latent width", want.latent, layer.latent),
         (Code.SHAPE_MISMATCH, "width of one expert on this rank", width, layer.width_used),
+        # Between gate and up rows there may be no rows of padding: vLLM pads 192 to 256 at TP16.
+        (Code.SHAPE_MISMATCH, "stored width of one expert", layer.width_used, layer.width),
         (Code.ATTR_MISMATCH, "scoring", want.scoring, routing.scoring),
         (Code.ATTR_MISMATCH, "renormalised weights", want.renormalise, routing.renormalise),
         (Code.ATTR_MISMATCH, "scale of the weights", want.scale, routing.scale),

@@ -3,6 +3,9 @@
 vLLM compiles no Kimi K3 class and turns its own compilation off for it. So each decoder layer gets
 a compiled twin for decode-sized steps; a larger step runs the layer as vLLM wrote it. Layers of one
 form (kind of attention, kind of MLP, AttnRes blocks) share one graph with a symbolic token count.
+
+The region "model" compiles the whole text model instead, as one graph: there one layer's experts,
+the AttnRes behind them and the next layer's projections stand side by side.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from k3fuse_vllm.settings import Settings
 log = logging.getLogger("k3fuse")
 
 K3_LAYER = "KimiDecoderLayer"
+K3_MODEL = "KimiLinearModel"
 # Graphs of one layer class: Kimi K3's 93 layers have 24 forms. Dynamo's own limit is 8.
 GRAPHS = 128
 # Tokens of the first step: no size of the model, so that no dimension is taken for the count.
@@ -36,14 +40,17 @@ class Regions:
 
     def __init__(self, facts: Facts, settings: Settings) -> None:
         self.facts, self.settings = facts, settings
-        self.classes = settings.region or (K3_LAYER,)
+        self.classes = classes_of(settings.region)
         self.refused: list[Reason] = []
         # Report number -> modules that run its graph.
         self.users: Counter[int] = Counter()
         self.modules = 0
+        self.layers = 0
+        # Number of the layer that runs; a graph that it traces is named after it.
+        self.first_layer = 0
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self._last: int | None = None
-        self._backend = _Backend(settings.options, self._ran)
+        self._backend = _Backend(self)
 
     def prepare(self) -> None:
         """Pass the blockers of Kimi K3's code, before the model is built. A refusal is kept."""
@@ -60,10 +67,12 @@ class Regions:
         """Put a compiled twin beside every module of the region; return how many there are."""
         if self.refused:
             return 0
-        found = [m for m in model.modules() if type(m).__name__ in self.classes]
+        found = {n: m for n, m in model.named_modules() if type(m).__name__ in self.classes}
+        layers = [m for m in model.modules() if type(m).__name__ == K3_LAYER]
+        self.layers = len(layers)
         try:
-            for module in found:
-                self._prepare_module(module)
+            for layer in layers:
+                self._prepare_layer(layer)
         except Refusal as refusal:
             self.refused.append(refusal.reason)
             return 0
@@ -71,11 +80,15 @@ class Regions:
         dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS)
         limit = max(dynamo.accumulated_recompile_limit, 8 * GRAPHS)
         dynamo.accumulated_recompile_limit = limit
-        for module in found:
-            module.forward = _Twin(self, module)
-        if self.facts.is_k3:
+        only = self.settings.options.only_layers
+        for name, module in found.items():
+            number = layer_number(name)
+            # A layer that the user left out keeps its own forward: no graph of its form reaches it.
+            if only is None or number is None or number in only:
+                module.forward = _Twin(self, module, number or 0)
+                self.modules += 1
+        if self.facts.is_k3 and K3_MODEL not in self.classes:
             self._compile_final_mix()
-        self.modules = len(found)
         return self.modules
 
     def reach(self, runner: Any) -> None:
@@ -102,11 +115,12 @@ class Regions:
 
     def _expected(self) -> dict[str, int]:
         """Return the sites that Kimi K3 has by its published config; other models promise none."""
-        if self.facts.architecture != "KimiK3ForConditionalGeneration":
+        k3 = self.facts.architecture == "KimiK3ForConditionalGeneration"
+        if not k3 or self.settings.options.only_layers is not None:
             return {}
         from k3fuse.patterns.models.config import KimiK3Config
 
-        return dict(KimiK3Config().expected_sites(self.modules))
+        return dict(KimiK3Config().expected_sites(self.layers))
 
     # --- calls --------------------------------------------------------------------------------
 
@@ -133,14 +147,15 @@ class Regions:
             self.users[self._last] += 1
         return result
 
-    def _ran(self, number: int) -> None:
+    def ran(self, number: int) -> None:
+        """Remember which graph ran last."""
         self._last = number
 
-    def _prepare_module(self, module: nn.Module) -> None:
+    def _prepare_layer(self, layer: nn.Module) -> None:
         if self.facts.is_k3:
             from k3fuse_vllm import blockers
 
-            blockers.prepare_layer(module)
+            blockers.prepare_layer(layer)
 
     def _compile_final_mix(self) -> None:
         """The AttnRes behind the last layer stands in no layer: a region of its own."""
@@ -160,6 +175,17 @@ class Regions:
         owner.attn_res = attn_res
 
 
+def classes_of(region: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the class names of a region: Kimi K3's layers for (), its text model for "model"."""
+    return (K3_MODEL,) if region == ("model",) else region or (K3_LAYER,)
+
+
+def layer_number(name: str) -> int | None:
+    """Return the number of a decoder layer in its module's name ("model.layers.5"), or None."""
+    last = name.rpartition(".")[2]
+    return int(last) if last.isdigit() else None
+
+
 def small_steps(runner: Any) -> None:
     """Run two decode-sized steps through one of vLLM's model runners.
 
@@ -173,8 +199,8 @@ def small_steps(runner: Any) -> None:
 class _Twin:
     """The `forward` of one module: compiled for decode-sized steps, its own for the others."""
 
-    def __init__(self, regions: Regions, module: nn.Module) -> None:
-        self.regions, self.module = regions, module
+    def __init__(self, regions: Regions, module: nn.Module, number: int) -> None:
+        self.regions, self.module, self.number = regions, module, number
         self.stock = module.forward
         self.cold = True
 
@@ -182,6 +208,7 @@ class _Twin:
         if not 0 < token_count(args, kwargs) <= MAX_TOKENS:
             return self.stock(*args, **kwargs)
         kind = type(self.module)
+        self.regions.first_layer = self.number
         result = self.regions.call(kind, kind.forward, self.cold, (self.module, *args), kwargs)
         self.cold = False
         return result
@@ -190,11 +217,13 @@ class _Twin:
 class _Backend:
     """One object for all layers: Dynamo shares graphs between calls with the same backend."""
 
-    def __init__(self, options: Options, ran: Callable[[int], None]) -> None:
-        self.options, self.ran = options, ran
+    def __init__(self, regions: Regions) -> None:
+        self.regions, self.ran = regions, regions.ran
 
     def __call__(self, gm: Any, example_inputs: Any) -> Callable[..., Any]:
-        compiled = backend.k3fuse(gm, example_inputs, options=_as_dict(self.options))
+        options = _as_dict(self.regions.settings.options)
+        options["first_layer"] = self.regions.first_layer
+        compiled = backend.k3fuse(gm, example_inputs, options=options)
         number = len(backend.reports()) - 1
 
         def run(*args: Any) -> Any:

@@ -31,8 +31,9 @@ class Settings:
     """One engine's wish.
 
     route: "auto" or "regional" (compile decoder layers whatever vLLM's mode is). region: classes of
-    the modules to compile, () = K3's decoder layers. report: file that rank 0's report goes to, ""
-    for vLLM's cache folder. fresh: compile anew, so that no warm cache hides the rewrite.
+    the modules to compile, () = K3's decoder layers, ("model",) = its whole text model. report:
+    file that rank 0's report goes to, "" for vLLM's cache folder. fresh: compile anew, so that no
+    warm cache hides the rewrite.
     """
 
     options: Options
@@ -60,12 +61,21 @@ class Settings:
         own = {name: given[name] for name in OWN if name in given}
         options = _options({k: v for k, v in given.items() if k not in OWN}, facts)
         region = own.get("region", ())
+        if region in ("layers", "model"):
+            region = () if region == "layers" else ("model",)
+            if region and not facts.is_k3:
+                raise OptionError(
+                    f"option region='model' is for Kimi K3; name the class to compile for "
+                    f'{facts.architecture or "this model"}: "region": ["ModelClass"]'
+                )
         if own.get("route", "auto") not in ("auto", "regional"):
             raise OptionError(
                 f"option route={own['route']!r} is unknown; use one of auto, regional"
             )
         if not isinstance(region, (list, tuple)) or not all(isinstance(r, str) for r in region):
-            raise OptionError(f"option region={region!r} is no list of class names")
+            raise OptionError(
+                f"option region={region!r} is no list of class names, nor 'layers' or 'model'"
+            )
         for name in ("fresh",):
             if not isinstance(own.get(name, False), bool):
                 raise OptionError(f"option {name}={own[name]!r} is no bool; use true or false")

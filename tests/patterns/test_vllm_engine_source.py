@@ -52,6 +52,15 @@ def test_kimi_k3_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert "own spelling" in document["notes"][1]
 
 
+def test_the_whole_model_as_one_region_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("k3fuse.patterns.sources.vllm_engine._vllm_folder", lambda: None)
+    document = {**K3, "additional_config": {"k3fuse": {"region": "model"}}}
+    graphs = build(request(written(tmp_path, document)))
+    assert "one graph of the whole text model" in graphs[0].notes[0]
+
+
 @pytest.mark.parametrize(
     ("change", "code", "text"),
     [

@@ -65,7 +65,17 @@ def test_a_layer_as_published_is_covered() -> None:
         ({"activation": "silu"}, "ATTR_MISMATCH", "activation is silu"),
         ({"beta": 1.0}, "ATTR_MISMATCH", "beta is 1.0"),
         ({"linear_beta": None}, "ATTR_MISMATCH", "linear beta is None"),
-        ({"latent": L, "width_used": W - 8}, "SHAPE_MISMATCH", "width of one expert"),
+        (
+            {
+                "width": 2 * W,
+                "w13": bytes_of(E, 4 * W, L // 2),
+                "w2": bytes_of(E, L, W),
+                "w13_scale": bytes_of(E, 4 * W, L // 32),
+                "w2_scale": bytes_of(E, L, 2 * W // 32),
+            },
+            "SHAPE_MISMATCH",
+            "stored width of one expert is 64",
+        ),
         (
             {"dtype": torch.float16, "shared_gate_up": (), "shared_down": None},
             "DTYPE_MISMATCH",
@@ -110,6 +120,11 @@ def test_each_guard(change: dict[str, Any], code: str, text: str) -> None:
     assert text in found[0].sentence
     assert found[0].expected != found[0].actual
     assert found[0].sentence.startswith("model.layers.1.experts: ")
+
+
+def test_another_width_is_refused() -> None:
+    assert codes(LAYER, replace(WANTED, width=2 * W)) == ["SHAPE_MISMATCH"]
+    assert codes(replace(LAYER, tp=2), replace(WANTED, width=2 * W)) == []
 
 
 def test_counts_of_experts() -> None:

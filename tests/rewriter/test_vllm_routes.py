@@ -9,6 +9,7 @@ import pytest
 
 from k3fuse.rewriter.options import OptionError
 from k3fuse_vllm.facts import Facts
+from k3fuse_vllm.regional import classes_of
 from k3fuse_vllm.routes import decide
 from k3fuse_vllm.settings import Settings
 from k3fuse_vllm.versions import decision_digest, unknown_version
@@ -115,7 +116,24 @@ def test_k3_in_other_modes() -> None:
     )
     assert outcome(replace(K3, mode=0, passes=PASS)) == ("regional", [])
     # Breakable graphs forced off: the user's mode 1 survives and takes the place of the region.
-    assert outcome(replace(K3, mode=1, full_graphs=False)) == ("none", ["ENGINE_UNSUPPORTED"])
+    unbroken = replace(K3, mode=1, full_graphs=False)
+    assert outcome(unbroken) == ("none", ["ENGINE_UNSUPPORTED"])
+    # Named as the backend it is reached, in an engine that then captures no decode graph.
+    assert outcome(replace(unbroken, backend="k3fuse")) == ("backend", ["ENGINE_UNSUPPORTED"])
+    for mode in (2, 3):
+        assert outcome(replace(K3, mode=mode)) == ("regional", [])
+
+
+def test_the_whole_text_model_is_a_region_of_kimi_k3() -> None:
+    settings = Settings.of(replace(K3, additional={"k3fuse": {"region": "model"}}))
+    assert settings is not None
+    assert classes_of(settings.region) == ("KimiLinearModel",)
+    for given in ({}, {"region": "layers"}):
+        settings = Settings.of(replace(K3, additional={"k3fuse": given}))
+        assert settings is not None
+        assert classes_of(settings.region) == ("KimiDecoderLayer",)
+    with pytest.raises(OptionError, match="name the class to compile for DeepseekV3ForCausalLM"):
+        Settings.of(replace(DEEPSEEK, additional={"k3fuse": {"region": "model"}}))
 
 
 def test_nobody_asked() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import importlib.util
 import json
 import os
@@ -20,7 +21,9 @@ import pytest
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
 
 HERE = Path(__file__).parent
-LIMIT = 600  # seconds of one engine, from start to tokens
+LIMIT = 1200  # seconds of one engine, from start to tokens
+# Folder of vLLM 0.33's unpacked wheel.
+UNPACKED = os.environ.get("K3FUSE_VLLM", "")
 
 
 @dataclass(frozen=True)
@@ -153,11 +156,11 @@ def launcher(base: Path) -> Iterator[Launcher]:
 
 @pytest.fixture(scope="session")
 def engine(base: Path, model: Path, launcher: Launcher) -> Engine:
-    """engine(name, arguments, adapt=..., caches=..., env=...): run once, kept by name.
+    """engine(name, arguments, adapt=..., caches=..., env=..., spawn=...): run once, kept by name.
 
     adapt: what tests/vllm_engine/plugin does to the CPU platform. caches: name of the cache folder,
     so that a second run finds the first one's. The engine core is in the process of the engine, one
-    rank is, too; more ranks are forks of it.
+    rank is, too; more ranks are forks of it. spawn: all as vLLM does it, every one a new process.
     """
 
     def run(
@@ -167,6 +170,7 @@ def engine(base: Path, model: Path, launcher: Launcher) -> Engine:
         adapt: str = "cuda_ops,fallback",
         caches: str = "",
         env: Mapping[str, str] | None = None,
+        spawn: bool = False,
     ) -> Run:
         folder, kept = base / (caches or name), base / f"{name}.json"
         # vLLM's cache keys hold all of additional_config: the same file name for the same caches.
@@ -175,13 +179,14 @@ def engine(base: Path, model: Path, launcher: Launcher) -> Engine:
             if not kept.exists():
                 report.unlink(missing_ok=True)
                 two = arguments.get("tensor_parallel_size", 1) > 1
-                extra = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+                extra = {} if spawn else {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
                 if two:
                     extra |= {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-                    adapt = f"{adapt},fork"
+                    adapt = adapt if spawn else f"{adapt},fork"
                 extra |= dict(env or {})
                 log = base / f"{name}.log"
                 request = {
+                    "script": "offline",
                     "env": environment(folder, adapt, extra),
                     "log": str(log),
                     "arguments": [str(model), json.dumps(_reporting(arguments, report))],
@@ -195,6 +200,41 @@ def engine(base: Path, model: Path, launcher: Launcher) -> Engine:
             return Run(**json.loads(kept.read_text()))
 
     return run
+
+
+@pytest.fixture(scope="session")
+def script(base: Path) -> Callable[..., dict[str, Any]]:
+    """script(name, argument...): what a script beside this file finds in $K3FUSE_VLLM; run once."""
+
+    def run(name: str, *arguments: str) -> dict[str, Any]:
+        digest = hashlib.sha256(repr((name, arguments)).encode()).hexdigest()[:12]
+        kept = base / f"script_{digest}.json"
+        with _lock(base / f"script_{digest}.lock"):
+            if not kept.exists():
+                done = subprocess.run(
+                    [sys.executable, str(HERE / name), UNPACKED, *arguments],
+                    capture_output=True, text=True, timeout=LIMIT, check=False,
+                )  # fmt: skip
+                lines = [r for r in done.stdout.splitlines() if r.startswith("RESULT ")]
+                assert lines, done.stderr[-3000:]
+                kept.write_text(lines[0].removeprefix("RESULT "))
+            found: dict[str, Any] = json.loads(kept.read_text())
+            return found
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def parts(base: Path, model: Path, launcher: Launcher) -> dict[str, Any]:
+    """What parts.py found, in a process without an engine."""
+    log = base / "parts.log"
+    env = environment(base / "parts", "", {})
+    request = {"script": "parts", "env": env, "log": str(log), "limit": LIMIT}
+    code = launcher.run({**request, "arguments": [str(model)]})
+    lines = [line for line in log.read_text().splitlines() if line.startswith("RESULT ")]
+    assert code == 0, log.read_text()[-3000:]
+    found: dict[str, Any] = json.loads(lines[0].removeprefix("RESULT "))
+    return found
 
 
 def _reporting(arguments: Mapping[str, Any], report: Path) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """vLLM 0.33's own Kimi K3 experts, read through its layer registry, on meta weights.
 
-`k3_experts.py WHEEL TP BACKEND` prints one JSON line: what k3fuse reads of layer 1. BACKEND "" for
-BF16 experts, else a name of vLLM's MXFP4 backends. A process of its own, as k3_layers.py.
+`k3_experts.py WHEEL TP BACKEND...` prints one JSON line: what k3fuse reads of layer 1. BACKEND
+"" stands for BF16 experts, else one of vLLM's MXFP4 backends. A process of its own, as k3_layers.
 """
 
 from __future__ import annotations
@@ -12,23 +12,24 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-LAYER = "model.layers.1.block_sparse_moe.experts"
-
 
 def main() -> None:
     """Build one layer, read it twice: by the engine's registry, and in a forward context."""
     from k3fuse.patterns.sources.vllm_k3 import environment, layers
 
-    wheel, tp, backend = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    wheel, tp = Path(sys.argv[1]), int(sys.argv[2])
     warnings.simplefilter("ignore")
     environment.prepare(wheel, tp)
-    with layers.engine(tp, moe_backend=backend) as config:
-        layers.init_groups(tp)
-        from k3fuse_vllm import blockers  # imports vLLM
+    found = {}
+    for n, backend in enumerate(sys.argv[3:]):
+        with layers.engine(tp, moe_backend=backend) as config:
+            if n == 0:
+                layers.init_groups(tp)
+            from k3fuse_vllm import blockers  # imports vLLM
 
-        blockers.prepare()
-        built = layers.build_layers(config, [1])
-        print("RESULT " + json.dumps(_read(config, built)))
+            blockers.prepare()
+            found[backend] = _read(config, layers.build_layers(config, [1]))
+    print("RESULT " + json.dumps(found))
 
 
 def _read(config: Any, built: Any) -> dict[str, Any]:

@@ -1,12 +1,14 @@
 """vLLM 0.33's own Kimi K3 through the regional route, on meta weights and a fake group.
 
-`k3_layers.py WHEEL TP LAYERS [M ...]` prints one JSON line about a whole model of LAYERS layers, or
-about single layers and the last AttnRes (LAYERS such as 0,1,3,12,92), run for decode steps of M
-tokens (default 5, 1, 8, 64). A process of its own: the stand-ins for CUDA stay.
+`k3_layers.py WHEEL TP JOB...` prints one JSON line: what each job found. A job is LAYERS:REGION:
+a whole model of LAYERS layers, or single layers and the last AttnRes (0,1,3,12,92), compiled by
+REGION (layers or model) and run for decode steps of 5, 1, 8 and 64 tokens. A process of its own:
+the stand-ins for CUDA stay.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import time
@@ -16,22 +18,28 @@ from typing import Any
 
 import torch
 
+SIZES = (5, 1, 8, 64)
+
 
 def main() -> None:
     """Build, compile, run, count."""
     from k3fuse.patterns.sources.vllm_k3 import environment, layers
 
-    wheel, tp, wanted = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    single = [int(n) for n in wanted.split(",")] if "," in wanted else None
-    sizes = [int(m) for m in sys.argv[4:]] or [5, 1, 8, 64]
+    wheel, tp = Path(sys.argv[1]), int(sys.argv[2])
     warnings.simplefilter("ignore")
     environment.prepare(wheel, tp)
-    with layers.engine(tp, layers.LAYERS if single else int(wanted)) as config:
-        layers.init_groups(tp)
-        print("RESULT " + json.dumps(_run(config, tp, sizes, single)))
+    found = {}
+    for n, job in enumerate(sys.argv[3:]):
+        wanted, region = job.split(":")
+        single = [int(i) for i in wanted.split(",")] if "," in wanted else None
+        with layers.engine(tp, layers.LAYERS if single else int(wanted)) as config:
+            if n == 0:
+                layers.init_groups(tp)
+            found[job] = _run(config, tp, region, single)
+    print("RESULT " + json.dumps(found))
 
 
-def _run(config: Any, tp: int, sizes: list[int], single: list[int] | None) -> dict[str, Any]:
+def _run(config: Any, tp: int, region: str, single: list[int] | None) -> dict[str, Any]:
     from k3fuse.patterns.sources.vllm_k3 import layers
     from k3fuse.rewriter import backend
     from k3fuse_vllm.facts import Facts
@@ -40,28 +48,33 @@ def _run(config: Any, tp: int, sizes: list[int], single: list[int] | None) -> di
     from k3fuse_vllm.routes import decide
     from k3fuse_vllm.settings import Settings
 
-    config.additional_config = {
-        "k3fuse": {"target": f"gb300:tp{tp}", "plan": True, "inner": "aot_eager", "log": "off"}
-    }
+    options = {"target": f"gb300:tp{tp}", "plan": True, "inner": "aot_eager", "log": "off"}
+    config.additional_config = {"k3fuse": {**options, "region": region}}
     facts = Facts.of(config)
     settings = Settings.of(facts)
     assert settings is not None
     settings = settings.with_groups(group_sizes())
+    torch._dynamo.reset()
+    backend.reset_reports()
     regions = Regions(facts, settings)
     regions.prepare()
     built = layers.build_layers(config, single) if single else layers.build_model(config)
     tail = layers.build_tail(config) if single else None
-    start = time.perf_counter()
-    regions.compile(torch.nn.ModuleList(built.layers.values()) if single else built.model)
-    graphs = []
-    for m in sizes:
-        with torch.no_grad(), built.decode_context(list(built.layers), m):
-            _step(built, tail, m)
-        graphs.append(len(backend.reports()))
+    owner: Any = importlib.import_module("vllm.models.kimi_k3.nvidia.model")
+    last_mix, start, graphs = owner.attn_res, time.perf_counter(), []
+    try:
+        regions.compile(torch.nn.ModuleList(built.layers.values()) if single else built.model)
+        for m in SIZES:
+            with torch.no_grad(), built.decode_context(list(built.layers), m):
+                _step(built, tail, m)
+            graphs.append(len(backend.reports()))
+    finally:
+        owner.attn_res = last_mix  # an engine has one set of regions, this process several
     return {
         "refused": [str(r) for r in regions.refused],
         "route": decide(facts, settings).route.value,
         "modules": regions.modules,
+        "layers": regions.layers,
         "graphs": graphs,
         "totals": regions.totals(),
         "refused_sites": sorted(_codes(backend.reports())),

@@ -1,13 +1,15 @@
 """Starts engines from one process that has imported vLLM: imports are most of an engine's start.
 
-Reads one JSON request a line, {"env": {...}, "log": FILE, "arguments": [...], "limit": SECONDS},
-and answers with one line {"code": N}. Every engine runs in a fork of this process with the
-environment of its request; the process itself starts no engine, loads no plugin and no k3fuse.
+Reads one JSON request a line, {"script": MODULE, "env": {...}, "log": FILE, "arguments": [...],
+"limit": SECONDS}, and answers with one line {"code": N}. Every script (offline, parts) runs in a
+fork of this process with the environment of its request; the process itself starts no engine, loads
+no plugin and no k3fuse.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -33,8 +35,6 @@ PRELOAD = (
 
 def main() -> None:
     """Import, then serve requests until the input ends."""
-    import importlib
-
     answers = os.fdopen(os.dup(1), "w")
     # Whatever the imports print is no answer.
     os.dup2(2, 1)
@@ -85,10 +85,8 @@ def _become(request: dict[str, Any]) -> None:
         for path in reversed(os.environ.get("PYTHONPATH", "").split(os.pathsep)):
             if path and path not in sys.path:
                 sys.path.insert(1, path)
-        sys.argv = ["offline.py", *request["arguments"]]
-        import offline
-
-        offline.main()
+        sys.argv = [request["script"], *request["arguments"]]
+        importlib.import_module(request["script"]).main()
         code = 0
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 1

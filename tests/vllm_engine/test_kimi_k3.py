@@ -1,61 +1,106 @@
-"""vLLM 0.33's own Kimi K3 through the regional route; needs its Python unpacked in $K3FUSE_VLLM."""
+"""vLLM 0.33's own Kimi K3 through the regional route; needs its wheel unpacked in $K3FUSE_VLLM."""
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-HERE = Path(__file__).parent
+from k3fuse.patterns.models.config import KimiK3Config
+
 FOLDER = os.environ.get("K3FUSE_VLLM", "")
 
-pytestmark = pytest.mark.skipif(
-    not FOLDER, reason="K3FUSE_VLLM names no unpacked vLLM 0.33 (336 MB, not fetched for CI)"
+pytestmark = pytest.mark.skipif(not FOLDER, reason="K3FUSE_VLLM names no unpacked vLLM 0.33")
+
+
+SINGLE, MODEL, WHOLE = "0,1,3,12,92:layers", "5:layers", "5:model"
+SITES = {
+    "attention_projection": 5,
+    "output_projection": 5,
+    "router": 4,
+    "experts": 4,
+    "attn_res": 6,
+}
+
+
+@pytest.mark.parametrize("tp", [8, 16])
+@pytest.mark.parametrize(
+    ("job", "graphs"),
+    [
+        # Five forms and the last AttnRes, whatever the token count.
+        (SINGLE, [6, 6, 6, 6]),
+        # Dense KDA, KDA, MLA (the two other KDA layers share a graph), and the last AttnRes.
+        (MODEL, [4, 4, 4, 4]),
+        # The whole text model in one graph, and in another for one token.
+        (WHOLE, [1, 2, 2, 2]),
+    ],
 )
-
-
-def k3(tp: int, layers: str) -> dict[str, Any]:
-    """Run k3_layers.py; its result."""
-    done = subprocess.run(
-        [sys.executable, str(HERE / "k3_layers.py"), FOLDER, str(tp), layers, "5", "1", "8", "64"],
-        capture_output=True, text=True, timeout=900, check=False,
-    )  # fmt: skip
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(lines[0].removeprefix("RESULT "))
-    return found
-
-
-@pytest.mark.parametrize("tp", [8, 16])
-def test_single_layers_and_the_last_attn_res(tp: int) -> None:
-    found = k3(tp, "0,1,3,12,92")
+def test_every_site_of_every_form(script: Any, job: str, graphs: list[int], tp: int) -> None:
+    found = script("k3_layers.py", str(tp), SINGLE, MODEL, WHOLE)[job]
     assert found["refused"] == found["refused_sites"] == found["near"] == []
-    assert found["totals"] == {
-        "attention_projection": 5,
-        "output_projection": 5,
-        "router": 4,
-        "experts": 4,
-        "attn_res": 6,
-    }
-    # Five forms and the last AttnRes, whatever the token count.
-    assert set(found["graphs"]) == {6}
+    assert found["route"] == "regional"
+    assert found["totals"] == SITES
+    assert found["graphs"] == graphs  # after steps of 5, 1, 8 and 64 tokens
 
 
-@pytest.mark.parametrize("tp", [8, 16])
-def test_a_five_layer_model(tp: int) -> None:
-    found = k3(tp, "5")
+@pytest.mark.nightly
+def test_all_93_layers(script: Any) -> None:
+    """24 forms and the last AttnRes, whatever the token count."""
+    found = script("k3_layers.py", "8", "93:layers")["93:layers"]
     assert found["refused"] == found["refused_sites"] == found["near"] == []
-    assert found["totals"] == {
-        "attention_projection": 5,
-        "output_projection": 5,
-        "router": 4,
-        "experts": 4,
-        "attn_res": 6,
-    }
-    # Dense KDA, KDA, MLA (the two other KDA layers share a graph), and the last AttnRes.
-    assert set(found["graphs"]) == {4}
+    assert found["totals"] == KimiK3Config().expected_sites(93)
+    assert found["graphs"] == [25, 25, 25, 25]
+
+
+@pytest.mark.parametrize(("tp", "stored"), [(8, 384), (16, 256)])
+def test_experts_are_read_where_they_lie(script: Any, tp: int, stored: int) -> None:
+    """vLLM's own parameters, found by layer name, judged by what a kernel covers."""
+    found = script("k3_experts.py", str(tp), "emulation", "marlin", "")
+    for layer in found.values():
+        assert layer["same"]
+        assert layer["experts"] == 896
+        assert layer["top_k"] == 16
+        assert layer["betas"] == [4.0, 25.0]
+        assert layer["routing"] == ["sigmoid", True, 1.0, 1]
+        assert layer["shapes"]["bias"] == [896, "torch.float32"]
+        assert layer["shapes"]["shared"] == [[2 * 6144 // tp, 7168], [7168, 6144 // tp]]
+        assert layer["widths"] == [stored, 3072 // tp]
+        assert "no MoE layer 'model.layers.0.mlp'" in layer["missing"]
+    rows, marlin, plain = found["emulation"], found["marlin"], found[""]
+    assert (rows["layout"], marlin["layout"], plain["layout"]) == ("rows", "marlin", "rows")
+    assert rows["shapes"]["w13"] == [896, 2 * stored, 1792]
+    assert rows["shapes"]["w2_scale"] == [896, 3584, stored // 32]
+    # vLLM pads the 192 columns of TP16 to 256; what else is refused is the layout, or BF16 experts.
+    padded = ["SHAPE_MISMATCH"] * (tp == 16)
+    assert codes(rows) == padded
+    assert codes(marlin) == [*padded, "STRIDE_OR_ALIGN"]
+    assert set(codes(plain)) == {"DTYPE_MISMATCH", "SHAPE_MISMATCH"}
+    assert rows["report"]["kinds"][0]["layers"] == rows["report"]["layers"] == 1
+
+
+def codes(layer: dict[str, Any]) -> list[str]:
+    """Reason codes of a layer's objections."""
+    return [text.split()[0] for text in layer["objections"]]
+
+
+def test_what_vllm_makes_of_the_engine_arguments(script: Any) -> None:
+    """vLLM's own configuration code decides the mode; each way to ask ends somewhere."""
+    found = script("k3_configs.py")
+    modes = {name: (c["mode"], c["full_graphs"], c["route"]) for name, c in found.items()}
+    reasons = {name: " ".join(c["reasons"]) for name, c in found.items()}
+    # Breakable CUDA graphs, vLLM's default for Kimi K3, force mode 0 whatever was given.
+    assert modes["asked"] == modes["backend and asked"] == (0, True, "regional")
+    assert modes["not asked"] == (0, True, "not asked")
+    assert modes["eager"] == (0, False, "regional")
+    assert "because enforce_eager is set" in reasons["eager"]
+    for name, mode in (("backend alone", 0), ("pass alone", 0), ("pass alone, breakable off", 3)):
+        assert modes[name] == (mode, True, "none")
+        assert reasons[name].startswith("COMPILE_NOT_REACHED")
+        assert "never compiles its Kimi K3 classes" in reasons[name]
+    # With breakable graphs off the backend is reached, and the engine captures no decode graph.
+    assert modes["backend, breakable off"] == (1, False, "backend")
+    assert "not captured as FULL CUDA graphs" in reasons["backend, breakable off"]
+    assert modes["asked, breakable off"] == (3, True, "regional")
+    for name in ("asked", "not asked", "backend and asked", "asked, breakable off"):
+        assert reasons[name] == ""

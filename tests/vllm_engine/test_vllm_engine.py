@@ -48,10 +48,63 @@ def test_regional_gives_the_same_tokens(engine: Any) -> None:
     assert on.report["graphs"] == GRAPHS
     assert f"{2 * LAYERS} sites in {GRAPHS} graphs" in on.log
     assert on.log.count("k3fuse: torch.compile, 1 layers") == GRAPHS  # none is left for a request
-    assert not says(off.log)  # installed, not asked for
-    assert off.modules == ["k3fuse_vllm.graph_pass", "k3fuse_vllm.plugin"]
     assert says(on.log)
     assert "k3fuse.rewriter.backend" in on.modules
+
+
+def test_installed_and_not_asked_for_leaves_no_trace(engine: Any) -> None:
+    off = engine("eager", EAGER)
+    without = engine("eager_without", EAGER, env={"VLLM_PLUGINS": "k3fuse_cuda_like"})
+    assert off.tokens == without.tokens
+    assert without.modules == []
+    # The entry point and its package, and nothing of the rewriter.
+    assert off.modules == ["k3fuse_vllm.graph_pass", "k3fuse_vllm.plugin"]
+    assert not says(off.log)
+    assert without.report is off.report is None
+
+
+def test_experts_are_read_where_they_lie(engine: Any) -> None:
+    """The engine's own parameters, by layer name; the report says what keeps kernels from them."""
+    on = engine("regional", {**EAGER, **asking(**REGION)})
+    assert len(on.experts) == LAYERS - 1
+    for name, layer in on.experts.items():
+        assert name.startswith("model.layers.")
+        assert layer["in_place"]
+        assert (layer["experts"], layer["top_k"], layer["activation"]) == (16, 4, "silu")
+        assert (layer["latent"], layer["width"], layer["weights"]) == (256, 128, "bfloat16")
+        assert (layer["routing"], layer["scale"]) == (["sigmoid", 4, 2], 2.5)
+        assert (layer["bias"], layer["shared"]) == ([16], [[256, 256], [256, 128]])
+        # The CPU's kernel keeps the weights in tiles of its own.
+        assert layer["layout"] == "cpu_tiles"
+        assert layer["extras"] == []
+    told = on.report["experts"]
+    assert (told["layers"], told["kinds"][0]["layers"]) == (LAYERS - 1, LAYERS - 1)
+    sentences = " ".join(r["sentence"] for r in told["reasons"])
+    assert "activation is silu" in sentences
+    assert "layout of the weights (UnquantizedFusedMoEMethod CPU" in sentences
+
+
+def test_a_quantised_linear_is_refused_by_name(parts: Any) -> None:
+    code, sentence = parts["linears"]["fp8"]
+    assert code == "DTYPE_MISMATCH"
+    assert sentence == "linear self_attn.in_proj is quantised (Fp8LinearMethod)"
+    assert parts["linears"]["bf16"] == []  # control
+
+
+def test_the_pass_and_the_plugin_as_objects(parts: Any) -> None:
+    """What vLLM does with them: send by name, copy, key caches, ask by range, load twice."""
+    wanted = {"pickled": True, "copied": True, "keyed": True, "small": True, "large": False}
+    assert parts["pass"] == wanted
+    assert parts["plugin"] == {"once": True, "wrapped": True}
+
+
+def test_single_layers_are_left_out(engine: Any) -> None:
+    """Two MoE layers share a graph; the one that is left out runs vLLM's own code all the same."""
+    on = engine("regional_layers", {**EAGER, **asking(**REGION, only_layers=[0, 2])})
+    assert on.tokens == engine("eager", EAGER).tokens
+    assert on.sites == dict.fromkeys(LAYER_SITES, 2)
+    assert on.report["modules"] == 2
+    assert {s["layer"] for s in on.report["report"]["sites"]} == {0, 2}
 
 
 def test_regional_on_two_ranks(engine: Any) -> None:
@@ -69,6 +122,7 @@ def test_two_ranks_that_disagree_fall_back(engine: Any) -> None:
     assert on.tokens == engine("eager_tp2", two).tokens
     assert on.sites == {}
     assert "RANK_DISAGREES  ranks [1] chose other sites than rank 0" in on.log
+    assert on.log.count("ERROR:k3fuse") == 1  # one error, however many graphs and ranks
     assert engine("regional_tp2", {**two, **asking(**REGION)}).sites  # control
 
 
@@ -84,7 +138,8 @@ def test_mode3_gives_the_same_tokens(engine: Any) -> None:
     off = engine("mode3_off", {"compilation_config": MODE3}, adapt=CUDA_LIKE3)
     on = engine("mode3", mode3(), adapt=CUDA_LIKE3)
     assert on.tokens == off.tokens, on.log[-3000:]
-    assert on.sites["output_projection"] == LAYERS
+    # vLLM cuts the graph at attention: entry and output projection of a layer are in two pieces.
+    assert on.sites == LAYER_SITES
     assert on.report["route"] == "pass"
     assert not on.report["from_cache"]
     assert not says(off.log)
@@ -116,7 +171,17 @@ def test_mode3_on_two_ranks(engine: Any) -> None:
     off = engine("mode3_off_tp2", {**two, "compilation_config": MODE3}, adapt=CUDA_LIKE3)
     on = engine("mode3_tp2", {**two, **mode3()}, adapt=CUDA_LIKE3)
     assert on.tokens == off.tokens, on.log[-3000:]
-    assert on.sites["output_projection"] == LAYERS
+    assert on.sites == LAYER_SITES
+
+
+@pytest.mark.nightly
+def test_mode3_in_spawned_processes(engine: Any) -> None:
+    """The pass and its options reach engine core and workers through their configuration alone."""
+    two = {"tensor_parallel_size": 2}
+    off = engine("mode3_off_tp2", {**two, "compilation_config": MODE3}, adapt=CUDA_LIKE3)
+    on = engine("mode3_tp2_spawn", {**two, **mode3()}, adapt=CUDA_LIKE3, spawn=True)
+    assert on.tokens == off.tokens, on.log[-3000:]
+    assert on.sites == LAYER_SITES
 
 
 # --- modes 1 and 2: a backend by name --------------------------------------------------------
@@ -132,14 +197,27 @@ def test_mode2_by_registered_name(engine: Any) -> None:
     assert "checked: off, options: dry_run=True" in off.log  # control: nothing was edited
 
 
+def test_mode2_on_two_ranks(engine: Any) -> None:
+    two = {"tensor_parallel_size": 2}
+    off = engine("mode2_off_tp2", {**two, **asking({"mode": 2, "backend": "k3fuse"}, dry_run=True)})
+    on = engine("mode2_tp2", {**two, **asking({"mode": 2, "backend": "k3fuse"})})
+    assert on.tokens == off.tokens, on.log[-3000:]
+    assert on.sites == LAYER_SITES
+
+
 def test_mode1_by_qualified_name(engine: Any) -> None:
     """vLLM's CPU runner never compiles in mode 1; with the GPU runner's step it does."""
     named = asking({"mode": 1, "backend": "k3fuse.rewriter.backend.k3fuse"})
     on = engine("mode1", named, adapt="cuda_ops,fallback,mode1")
-    assert on.sites["output_projection"] >= LAYERS
+    # The profiling step's graph is too large for a decode step; one token has a graph of its own.
+    assert on.sites == {name: 2 * n for name, n in LAYER_SITES.items()}
+    assert on.log.count("k3fuse: torch.compile") == 3  # none is left for a request
     missed = engine("mode1_stock", named)
     assert missed.tokens is not None
     assert "COMPILE_NOT_REACHED" in missed.log
+    strict = engine("mode1_strict", asking(named["compilation_config"], strict=True))
+    assert strict.tokens is None  # never reached: the start fails
+    assert "StrictError: k3fuse: COMPILE_NOT_REACHED" in strict.log
     assert "COMPILE_NOT_REACHED" not in on.log
 
 
