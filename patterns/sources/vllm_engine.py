@@ -168,7 +168,7 @@ def _notes(facts: Facts, decision: Decision, settings: Settings) -> tuple[str, .
     forms = len({_form(i) for i in range(_LAYERS)})
     graphs = f"{forms} graphs of decoder layers, one of the last AttnRes"
     if settings.region == ("model",):
-        graphs = "one graph of the whole text model (shown layer by layer), one for a single token"
+        graphs = "one graph of the whole text model (shown layer by layer)"
     return (
         f"vLLM {facts.vllm}, route {decision.route.value}: {graphs}, for steps of up to 64 tokens",
         *decision.notes,

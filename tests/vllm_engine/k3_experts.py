@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 
@@ -35,8 +37,10 @@ def main() -> None:
 def _read(config: Any, built: Any) -> dict[str, Any]:
     from k3fuse.rewriter.reasons import Refusal
     from k3fuse_vllm import experts
+    from k3fuse_vllm.expert_layout import of_method
     from k3fuse_vllm.layer_ref import layer_ref
 
+    rows = of_method(SimpleNamespace(mxfp4_backend=SimpleNamespace(name="B12X_MXFP4_MXFP8")))
     (name,) = config.compilation_config.static_all_moe_layers
     held = built.layers[1].block_sparse_moe.experts.routed_experts
     layer = experts.survey(config)[name]
@@ -76,6 +80,8 @@ def _read(config: Any, built: Any) -> dict[str, Any]:
         "widths": [layer.width, layer.width_used],
         "extras": list(layer.extras),
         "objections": [str(r) for r in experts.objections(layer)],
+        # The same layer, had its backend kept the checkpoint's order: no weights are loaded here.
+        "by_rows": [str(r) for r in experts.objections(replace(layer, layout=rows))],
         "report": experts.report(config),
     }
 

@@ -32,8 +32,8 @@ SITES = {
         (SINGLE, [6, 6, 6, 6]),
         # Dense KDA, KDA, MLA (the two other KDA layers share a graph), and the last AttnRes.
         (MODEL, [4, 4, 4, 4]),
-        # The whole text model in one graph, and in another for one token.
-        (WHOLE, [1, 2, 2, 2]),
+        # The whole text model in one graph.
+        (WHOLE, [1, 1, 1, 1]),
     ],
 )
 def test_every_site_of_every_form(script: Any, job: str, graphs: list[int], tp: int) -> None:
@@ -56,7 +56,7 @@ def test_all_93_layers(script: Any) -> None:
 @pytest.mark.parametrize(("tp", "stored"), [(8, 384), (16, 256)])
 def test_experts_are_read_where_they_lie(script: Any, tp: int, stored: int) -> None:
     """vLLM's own parameters, found by layer name, judged by what a kernel covers."""
-    found = script("k3_experts.py", str(tp), "emulation", "marlin", "")
+    found = script("k3_experts.py", str(tp), "marlin", "")
     for layer in found.values():
         assert layer["same"]
         assert layer["experts"] == 896
@@ -67,21 +67,21 @@ def test_experts_are_read_where_they_lie(script: Any, tp: int, stored: int) -> N
         assert layer["shapes"]["shared"] == [[2 * 6144 // tp, 7168], [7168, 6144 // tp]]
         assert layer["widths"] == [stored, 3072 // tp]
         assert "no MoE layer 'model.layers.0.mlp'" in layer["missing"]
-    rows, marlin, plain = found["emulation"], found["marlin"], found[""]
-    assert (rows["layout"], marlin["layout"], plain["layout"]) == ("rows", "marlin", "rows")
-    assert rows["shapes"]["w13"] == [896, 2 * stored, 1792]
-    assert rows["shapes"]["w2_scale"] == [896, 3584, stored // 32]
+    packed, plain = found["marlin"], found[""]
+    assert (packed["layout"], plain["layout"]) == ("marlin", "rows")
+    assert packed["shapes"]["w13"] == [896, 2 * stored, 1792]
+    assert packed["shapes"]["w2_scale"] == [896, 3584, stored // 32]
     # vLLM pads the 192 columns of TP16 to 256; what else is refused is the layout, or BF16 experts.
     padded = ["SHAPE_MISMATCH"] * (tp == 16)
-    assert codes(rows) == padded
-    assert codes(marlin) == [*padded, "STRIDE_OR_ALIGN"]
+    assert codes(packed, "by_rows") == padded
+    assert codes(packed) == [*padded, "STRIDE_OR_ALIGN"]
     assert set(codes(plain)) == {"DTYPE_MISMATCH", "SHAPE_MISMATCH"}
-    assert rows["report"]["kinds"][0]["layers"] == rows["report"]["layers"] == 1
+    assert packed["report"]["kinds"][0]["layers"] == packed["report"]["layers"] == 1
 
 
-def codes(layer: dict[str, Any]) -> list[str]:
+def codes(layer: dict[str, Any], kind: str = "objections") -> list[str]:
     """Reason codes of a layer's objections."""
-    return [text.split()[0] for text in layer["objections"]]
+    return [text.split()[0] for text in layer[kind]]
 
 
 def test_what_vllm_makes_of_the_engine_arguments(script: Any) -> None:
