@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from k3fuse.kernels.simulator.errors import UnsupportedPtxError
 from k3fuse.kernels.simulator.syntax import (
     Address,
+    Constant,
     Entry,
     Instruction,
     Operand,
@@ -51,6 +52,9 @@ _NO_RESULT_PREFIXES = (
 )
 _JUMPS = ("bra", "ret", "exit")
 _WARP_WIDE = ("shfl", "vote", "redux", "match", "elect", "mma", "ldmatrix", "stmatrix", "movmatrix")
+# Their last operand names the lanes that take part; the others take all lanes of a warp.
+MASKED = ("shfl", "vote", "redux", "match", "elect", "bar")
+ALL_LANES = Constant(0xFFFFFFFF)
 
 
 @dataclass
@@ -121,6 +125,15 @@ def is_warp_wide(instruction: Instruction) -> bool:
     return parts[0] in _WARP_WIDE or instruction.opcode == "bar.warp.sync"
 
 
+def lanes_of(instruction: Instruction) -> Operand:
+    """The member mask of a warp-wide instruction; all lanes where it has no such operand."""
+    if instruction.parts[0] in MASKED:
+        mask = instruction.operands[-1]
+        if not isinstance(mask, Constant) or mask.value & ALL_LANES.value != ALL_LANES.value:
+            return mask
+    return ALL_LANES
+
+
 def stop_of(instruction: Instruction) -> str | None:
     """How this instruction ends a block, or None when it does not."""
     parts = instruction.parts
@@ -139,15 +152,17 @@ def blocks_of(entry: Entry) -> list[Block]:
     """Cut the code of an entry into basic blocks, in the order of the text."""
     code = entry.instructions
     cuts = {0, *entry.labels.values()}
-    straight = False  # whether this run of code already holds a warp-wide instruction
+    met: Operand | None = None  # the lanes that the last warp-wide instruction of this run named
     for place, instruction in enumerate(code):
         if place in cuts:
-            straight = False
+            met = None
         if stop_of(instruction):
             cuts.add(place + 1)
-        elif is_warp_wide(instruction) and not straight:
-            cuts.add(place)
-            straight = True
+        elif is_warp_wide(instruction):
+            # The same lanes as before are still together; others have to be waited for.
+            if lanes_of(instruction) != met:
+                cuts.add(place)
+            met = lanes_of(instruction)
     starts = sorted(cut for cut in cuts if cut < len(code))
     index = {start: number for number, start in enumerate(starts)}
     blocks = []

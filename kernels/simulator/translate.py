@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from k3fuse.kernels.simulator.errors import SimulationError, UnsupportedPtxError
-from k3fuse.kernels.simulator.flow import blocks_of, reads, results
+from k3fuse.kernels.simulator.errors import BarrierError, SimulationError, UnsupportedPtxError
+from k3fuse.kernels.simulator.flow import MASKED, blocks_of, reads, results
 from k3fuse.kernels.simulator.formats import bf16_to_f32, f32_to_bf16
-from k3fuse.kernels.simulator.machine import Code, Frame, Program, Step
+from k3fuse.kernels.simulator.machine import WARP, Code, Frame, Program, Step
 from k3fuse.kernels.simulator.syntax import (
     Address,
     Constant,
@@ -318,7 +318,7 @@ def _check_end(site: Site, end: str) -> None:
 def _members(instruction: Instruction, names: Names) -> Reader | None:
     """Reader of the member mask of a warp-wide instruction; None when all lanes must take part."""
     site = Site(instruction, names)
-    if instruction.parts[0] in ("shfl", "vote", "redux", "match", "elect", "bar"):
+    if instruction.parts[0] in MASKED:
         return site.bits(site.count - 1, 32)
     return None
 
@@ -334,10 +334,33 @@ def _step(instruction: Instruction, names: Names) -> Step:
     guard = names.reader(instruction.guard, 1, site)
     written = [names.slots[name] for name in results(instruction)]
     widths = [names.widths[name] for name in results(instruction)]
+    if instruction.parts[0] in MASKED:
+        step = _all_named(step, _members(instruction, names), site)
     if instruction.parts[0] in SELECTIVE:
         needed = sorted({names.slots[name] for name in reads(instruction)})
         return _selected(step, guard, needed, written, widths)
     return _blended(step, guard, written, widths)
+
+
+def _all_named(step: Step, members: Reader | None, site: Site) -> Step:
+    """`step` where a guard holds; raises BarrierError if it holds back a lane that is named."""
+    line, text = site.instruction.line, site.instruction.text
+
+    def run(frame: Frame) -> None:
+        if members is not None and not frame.full:
+            group, lanes = frame.group, frame.lanes
+            active = np.zeros(group.size, np.bool_)
+            active[lanes] = True
+            warps = lanes // WARP
+            missing = (group.alive & ~active).reshape(-1, WARP)[warps]
+            named = frame.array(members(frame))[:, None] >> np.arange(WARP, dtype=np.uint32) & 1
+            bad = (missing & (named != 0)).any(axis=1)
+            if bad.any():
+                where = frame.origin(line, text).where(int(np.flatnonzero(bad)[0]))
+                raise BarrierError(f"{site.instruction.parts[0]} names a lane held back: {where}")
+        step(frame)
+
+    return run
 
 
 def _selected(

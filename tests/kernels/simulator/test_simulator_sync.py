@@ -269,6 +269,27 @@ def test_a_shuffle_from_a_lane_outside_the_mask_is_found() -> None:
         warp(lines)
 
 
+SOME = "setp.lt.u32 %p1, %r6, 8;\nmov.u32 %r5, 7;\n"
+BACK = "bra OVER;\nOUT:\n bar.sync 0;\n bra JOIN;\nOVER:\n bar.sync 0;\nJOIN:"
+
+
+@pytest.mark.parametrize("operation", ["bfly.b32 %r5, %r6, 1, 31,", "idx.b32 %r5, %r6, 5, 31,"])
+def test_a_guarded_shuffle_that_names_lanes_held_back_is_found(operation: str) -> None:
+    wanted = warp(f"{SOME}@%p1 shfl.sync.{operation} 0xff;")
+    assert wanted[:8] != [7] * 8
+    assert wanted[8:] == [7] * 24
+    with pytest.raises(BarrierError, match="shfl names a lane held back"):
+        warp(f"{SOME}@%p1 shfl.sync.{operation} -1;")
+
+
+def test_a_second_shuffle_that_names_more_lanes_waits_for_them() -> None:
+    first = f"{FIRST_8}shfl.sync.bfly.b32 %r5, %r6, 1, 31, 0xff;\n"
+    again = "shfl.sync.bfly.b32 %r5, %r5, 2, 31, {};\n" + BACK
+    assert warp(first + again.format("0xff")) == [lane ^ 3 if lane < 8 else 7 for lane in LANES]
+    with pytest.raises(DeadlockError, match="waits for the rest of its warp"):
+        warp(first + again.format("-1"))
+
+
 def test_a_warp_wide_instruction_waits_for_a_polling_lane() -> None:
     body = """
   setp.ne.u32 %p1, %r0, 0;
