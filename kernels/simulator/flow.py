@@ -129,7 +129,8 @@ def lanes_of(instruction: Instruction) -> Operand:
     """The member mask of a warp-wide instruction; all lanes where it has no such operand."""
     if instruction.parts[0] in MASKED:
         mask = instruction.operands[-1]
-        if not isinstance(mask, Constant) or mask.value & ALL_LANES.value != ALL_LANES.value:
+        whole = isinstance(mask, Constant) and mask.value & ALL_LANES.value == ALL_LANES.value
+        if mask is not None and not whole:
             return mask
     return ALL_LANES
 
