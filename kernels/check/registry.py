@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 
 from k3fuse.kernels.build.errors import VariantError
-from k3fuse.kernels.build.variant import BUILDERS
 from k3fuse.kernels.check.case import Case, CheckTarget
 from k3fuse.kernels.check.gpu import Device, GpuCase
 from k3fuse.kernels.common.policy import MAX_M
@@ -47,7 +46,7 @@ def cases_of(op: str, target: CheckTarget, m: int) -> tuple[Case, ...]:
         raise VariantError(f"{op}: m={m} is outside the policy of {target.name}; use 1 to {MAX_M}")
     module = f"k3fuse.kernels.{op}.cases"
     found = _function(f"{module}:cases")(target, m) if find_spec(module) is not None else ()
-    if not found and op in BUILDERS:
+    if not found and row.kernel is not None:
         raise NoKernelError(
             f"{op} has a kernel but no case for {target.name} at M = {m}; write it in "
             f"kernels/{op}/cases.py"
@@ -56,7 +55,7 @@ def cases_of(op: str, target: CheckTarget, m: int) -> tuple[Case, ...]:
         launches = "1 launch" if row.launches == 1 else f"{row.launches} launches"
         raise NoKernelError(
             f"{op} has no kernel for {target.name} yet; for M = {row.m_min} to {row.m_max} its "
-            f"policy plans {row.planned or row.kernel} ({launches})"
+            f"policy plans {row.planned} ({launches})"
         )
     return found
 

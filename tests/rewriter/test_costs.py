@@ -117,7 +117,7 @@ def test_kimi_k3_at_tp8() -> None:
     most = max(kinds, key=lambda x: len(x["layers"]))
     floor = 90.1 + 22.0 + 12.9 + 2 * 51.4 + 33.0 + 120.4 * 2.19 + 12.8
     assert most["floor"] == pytest.approx(floor * 1e6, rel=0.01)
-    assert sum(r["launches"] for r in most["rows"] if r["outcome"] == "found") == 6
+    assert sum(r["launches"] for r in most["rows"] if r["outcome"] == "found") == 8
     assert sum(r["hops"] for r in most["rows"]) == 3
     experts = next(r for r in most["rows"] if r["part"] == "experts")
     assert experts["read_after"] == pytest.approx((120.4 * 2.19 + 51.4 + 33.0) * 1e6, rel=0.01)
