@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import pickle
 import sys
@@ -86,15 +87,30 @@ def _pass() -> dict[str, bool]:
 
 
 def _plugin() -> dict[str, bool]:
-    """Registering twice wraps once."""
-    from vllm.v1.worker.worker_base import WorkerWrapperBase
-
+    """Registering wraps once, however often and whether the worker is imported before or behind."""
     from k3fuse_vllm import plugin
 
+    name = "vllm.v1.worker.worker_base"
+    first = importlib.import_module(name)
     plugin.register()
-    once = WorkerWrapperBase.init_device
+    once = first.WorkerWrapperBase.init_device
     plugin.register()
-    return {"once": WorkerWrapperBase.init_device is once, "wrapped": hasattr(once, "__wrapped__")}
+    again = first.WorkerWrapperBase.init_device
+    del sys.modules[name]
+    plugin.register()
+    plugin.register()
+    late = name not in sys.modules  # registering imports nothing
+    later = importlib.import_module(name).WorkerWrapperBase.init_device
+
+    def wrapped_once(function: Any) -> bool:
+        mark = "_k3fuse_wrapped"
+        return hasattr(function, mark) and not hasattr(function.__wrapped__, mark)
+
+    return {
+        "once": again is once,
+        "wrapped": wrapped_once(once),
+        "late": late and wrapped_once(later),
+    }
 
 
 if __name__ == "__main__":

@@ -32,12 +32,14 @@ CUDA_LIKE = "cuda_ops,fallback"
 
 # Case -> what it shows, the two sides: engine arguments, adaptations of the platform, environment.
 Side = tuple[dict[str, Any], str, Mapping[str, str]]
+# vLLM comes with plugins of its own, which neither side loads.
 NO_PLUGIN = {"VLLM_PLUGINS": "k3fuse_cuda_like"}
+PLUGIN = {"VLLM_PLUGINS": "k3fuse_cuda_like,k3fuse"}
 CASES: dict[str, tuple[str, Side, Side]] = {
     "off": (
         "installed, not asked for",
         (EAGER, CUDA_LIKE, NO_PLUGIN),
-        (EAGER, CUDA_LIKE, {}),
+        (EAGER, CUDA_LIKE, PLUGIN),
     ),
     "refused": (
         "asked for, no kernel for this target: the run is stock",

@@ -98,7 +98,7 @@ def test_the_pass_and_the_plugin_as_objects(parts: Any) -> None:
     """What vLLM does with them: send by name, copy, key caches, ask by range, load twice."""
     wanted = {"pickled": True, "copied": True, "keyed": True, "small": True, "large": False}
     assert parts["pass"] == wanted
-    assert parts["plugin"] == {"once": True, "wrapped": True}
+    assert parts["plugin"] == {"once": True, "wrapped": True, "late": True}
 
 
 def test_single_layers_are_left_out(engine: Any) -> None:
