@@ -103,10 +103,11 @@ class Front:
 
     def trace(self, variant: Variant) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Return the kernel and stand-ins for its parameters; imports the DSL."""
+        from k3fuse.kernels.common.device.abi import arguments
         from k3fuse.kernels.router import front_device
 
         config = config_of(variant)
-        return front_device.Front(config), front_device.arguments(config)
+        return front_device.Front(config), arguments(config.addresses, config.sizes)
 
 
 def config_of(variant: Variant) -> Config:

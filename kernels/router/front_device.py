@@ -14,7 +14,6 @@ import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64
-from cutlass.cute.runtime import make_fake_stream
 
 from k3fuse.kernels.common.device import gemm, lamport, ptx, situ
 from k3fuse.kernels.common.device.lamport import Publisher
@@ -22,15 +21,6 @@ from k3fuse.kernels.common.device.stream import bytes_of
 from k3fuse.kernels.common.gemm import CALL, ELEMENT, OWNED
 from k3fuse.kernels.router.front_config import LATENT, LOGITS, SHARED, Config
 from k3fuse.kernels.router.layout import PRODUCERS
-
-
-def arguments(config: Config) -> tuple[Any, ...]:
-    """Stand-ins for the parameters and a stream."""
-    return (
-        tuple(Int64(0) for _ in config.addresses),
-        tuple(Int32(0) for _ in config.sizes),
-        make_fake_stream(),
-    )
 
 
 class Front(gemm.Gemm):

@@ -111,10 +111,11 @@ class Route:
 
     def trace(self, variant: Variant) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Return the kernel and stand-ins for its parameters; imports the DSL."""
+        from k3fuse.kernels.common.device.abi import arguments
         from k3fuse.kernels.router import route_device
 
         config = config_of(variant)
-        return route_device.Route(config), route_device.arguments(config)
+        return route_device.Route(config), arguments(config.pointers, config.sizes)
 
 
 def config_of(variant: Variant) -> Config:

@@ -9,7 +9,6 @@ import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Int32, Int64, memory
-from cutlass.cute.runtime import make_fake_stream
 
 from k3fuse.kernels.common.device import lamport, ptx
 from k3fuse.kernels.common.mailbox import ErrorWord
@@ -19,15 +18,6 @@ from k3fuse.kernels.router.route_latent import Latent
 from k3fuse.kernels.router.route_plan import ExpertPlan
 
 ROW_PIECE = 16  # bytes that a thread polls at a time
-
-
-def arguments(config: Config) -> tuple[Any, ...]:
-    """Stand-ins for the parameters and a stream."""
-    return (
-        tuple(Int64(0) for _ in config.pointers),
-        tuple(Int32(0) for _ in config.sizes),
-        make_fake_stream(),
-    )
 
 
 class Route:
