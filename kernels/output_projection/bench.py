@@ -25,10 +25,9 @@ from torch import Tensor
 
 from k3fuse.kernels.attn_res.reference import attn_res
 from k3fuse.kernels.build.residency import Member, co_residency
-from k3fuse.kernels.build.variant import Variant
 from k3fuse.kernels.check.gpu import Device, GpuCase, Timed
+from k3fuse.kernels.check.gpu_ranks import TIMEOUT, Call, Recorder, state, workspaces
 from k3fuse.kernels.common.collective import ordered_sum
-from k3fuse.kernels.common.exchange import Mapped, Workspace
 from k3fuse.kernels.common.geometry import CLUSTER, REGISTER_K
 from k3fuse.kernels.common.mailbox import HIDDEN, MAX_M, PARITIES, PRODUCERS, SENTINEL, Mailbox
 from k3fuse.kernels.common.policy import TP_SIZES, Row, chip_of
@@ -48,25 +47,6 @@ TOKENS = (1, 2, 3, 5, 8, 9, 16, 33, 64)
 TIMED = (1, 8, 64)
 SIMULATED = 8  # tokens whose outputs are compared with the simulator's
 EMPTY = SENTINEL - (1 << 32)
-# Rounds of a poll before it gives up: seconds. Without, a wrong order would hang the device.
-TIMEOUT = 1 << 22
-
-Call = tuple[Variant, Sequence[int]]
-
-
-class _Recorder:
-    """A runtime that keeps what would be launched, built for the device at hand."""
-
-    def __init__(self, arch: str, timeout: int) -> None:
-        self.arch, self.timeout = arch, timeout
-        self.calls: list[Call] = []
-
-    def kernel(self, variant: Variant) -> Callable[..., None]:
-        """Keep each launch of a kernel."""
-        config = {name: value for name, value in variant.config if name != "packed"}
-        config["timeout"] = self.timeout
-        here = BUILDER.variant(self.arch, dict(variant.shape), config)
-        return lambda *values: self.calls.append((here, values))
 
 
 class Emulated:
@@ -106,13 +86,7 @@ class Emulated:
         }
         self.there = {name: device.put(tensor) for name, tensor in self.inputs.items()}
         self.words = device.put(torch.zeros(tp, self.box.total // 4, dtype=torch.int32))
-        addresses = tuple(words.data_ptr() for words in self.words)
-        none: Any = None
-        self.spaces = [
-            Workspace("emulated", rank, self.box, words.view(torch.uint8),
-                      Mapped(addresses, 0, none), none)
-            for rank, words in enumerate(self.words)
-        ]  # fmt: skip
+        self.spaces = workspaces(self.box, self.words)
         self.reset()
         self.recorded: dict[tuple[int, str], tuple[list[list[Call]], list[list[Tensor]]]] = {}
         self.notes = self._notes()
@@ -178,13 +152,7 @@ class Emulated:
 
     def after(self) -> str:
         """All mailboxes armed, all counters equal, no poll gave up."""
-        for space in self.spaces:
-            if (error := space.error()) is not None:
-                return f"rank {space.rank}: {error.sentence()}"
-            if not space.armed():
-                return f"rank {space.rank}: mailbox is not armed"
-        low, high = (int(number) for number in self.control.aminmax())
-        return "" if low == high else f"counters of calls differ: {low} to {high}"
+        return state(self.spaces, self.control)
 
     def time(self, m: int) -> Timed:
         """Rank 0's kernels of the policy, the others' partials there; and cuBLAS, sum, AttnRes."""
@@ -321,7 +289,7 @@ class Emulated:
         self, row: Row, m: int, rank: int, weight: Tensor | None = None, timeout: int = 0
     ) -> tuple[list[Call], list[Tensor]]:
         there = self.there
-        recorder = _Recorder(self.device.arch, timeout)
+        recorder = Recorder(self.device.arch, timeout)
         runtime: Any = recorder
         results = launch(
             row, self.target, "emulated", there["x"][rank, :m],

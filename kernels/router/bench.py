@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from k3fuse.kernels.build.variant import Variant, builder
 from k3fuse.kernels.check.gpu import Device, GpuCase, Timed
-from k3fuse.kernels.common.exchange import Mapped, Workspace
+from k3fuse.kernels.check.gpu_ranks import TIMEOUT, Call, Recorder, state, workspaces
 from k3fuse.kernels.common.geometry import HIDDEN
 from k3fuse.kernels.common.policy import TP_SIZES, Row, chip_of
 from k3fuse.kernels.router import reference, route_bits
@@ -32,26 +31,6 @@ BF16 = torch.bfloat16
 TOP_K, EPS = 16, 1e-20
 TOKENS = (1, 2, 3, 5, 8, 9, 16, 33, 64)
 TIMED = (1, 8, 64)
-# Rounds of a poll before it gives up: seconds. Without, a wrong order would hang the device.
-TIMEOUT = 1 << 22
-
-Call = tuple[Variant, Sequence[int]]
-
-
-class _Recorder:
-    """A runtime that keeps what would be launched, built for the device at hand."""
-
-    def __init__(self, arch: str, timeout: int) -> None:
-        self.arch, self.timeout = arch, timeout
-        self.calls: list[Call] = []
-
-    def kernel(self, variant: Variant) -> Callable[..., None]:
-        """Keep each launch of a kernel."""
-        config = dict(variant.config)
-        if "timeout" in config:
-            config["timeout"] = self.timeout
-        here = builder(variant.op).variant(self.arch, dict(variant.shape), config)
-        return lambda *values: self.calls.append((here, values))
 
 
 class Emulated:
@@ -94,13 +73,7 @@ class Emulated:
         }
         self.there = {name: device.put(tensor) for name, tensor in self.inputs.items()}
         self.words = device.put(torch.zeros(tp, self.box.total // 4, dtype=torch.int32))
-        addresses = tuple(words.data_ptr() for words in self.words)
-        none: Any = None
-        self.spaces = [
-            Workspace("emulated", rank, self.box, words.view(torch.uint8),
-                      Mapped(addresses, 0, none), none)
-            for rank, words in enumerate(self.words)
-        ]  # fmt: skip
+        self.spaces = workspaces(self.box, self.words)
         self.reset()
         self.recorded: dict[tuple[int, str], list[tuple[list[Call], list[Tensor]]]] = {}
         self.notes = [
@@ -156,13 +129,7 @@ class Emulated:
 
     def after(self) -> str:
         """All mailboxes armed, all counters equal, no poll gave up."""
-        for space in self.spaces:
-            if (error := space.error()) is not None:
-                return f"rank {space.rank}: {error.sentence()}"
-            if not space.armed():
-                return f"rank {space.rank}: mailbox is not armed"
-        low, high = (int(number) for number in self.control.aminmax())
-        return "" if low == high else f"counters of calls differ: {low} to {high}"
+        return state(self.spaces, self.control)
 
     def time(self, m: int) -> Timed:
         """Rank 0's kernels of the policy, the others' columns there; and whole weights in torch."""
@@ -245,7 +212,7 @@ class Emulated:
         self, row: Row, m: int, rank: int, form: Form, gate: Tensor, latent: Tensor,
         timeout: int = 0,
     ) -> tuple[list[Call], list[Tensor]]:  # fmt: skip
-        recorder = _Recorder(self.device.arch, timeout)
+        recorder = Recorder(self.device.arch, timeout)
         runtime: Any = recorder
         results = launch(
             row, self.target, "emulated", form, self.there["x"][:m], gate, latent,
