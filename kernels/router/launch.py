@@ -7,7 +7,7 @@ mailboxes; the route kernel takes whole rows out of its own, and chooses experts
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from k3fuse.kernels.router.policy import REPLICATED
 from k3fuse.kernels.router.route_launch import Form, Rows
 
 
+@lru_cache(maxsize=256)
 def front_variant(
     row: Row, target: str, k: int, experts: int, latent: int, multicast: bool
 ) -> Variant:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -53,6 +54,7 @@ class Rows:
     latent: Tensor | None = None
 
 
+@lru_cache(maxsize=256)
 def variant(target: str, m: int, form: Form, *, logits: bool, latent: bool) -> Variant:
     """The kernel for `m` tokens. logits, latent: whether they are plain.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ def mailboxes(group: str, tp: int) -> Workspace:
     return workspace(group, tp, layout=TailMailbox(tp))
 
 
+@lru_cache(maxsize=256)
 def variant(row: Row, target: str, round_before: bool, multicast: bool) -> Variant:
     """The kernel that a policy row launches.
 
