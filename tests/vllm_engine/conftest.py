@@ -172,10 +172,12 @@ def engine(base: Path, model: Path, launcher: Launcher) -> Engine:
         env: Mapping[str, str] | None = None,
         spawn: bool = False,
     ) -> Run:
-        folder, kept = base / (caches or name), base / f"{name}.json"
-        # vLLM's cache keys hold all of additional_config: the same file name for the same caches.
+        shared = caches or name
+        folder, kept = base / shared, base / f"{name}.json"
+        # vLLM's cache keys hold all of additional_config: the same file name for the same caches,
+        # so one engine at a time in a folder, or one finds the other's report.
         report = folder / "report.json"
-        with _lock(base / f"{name}.lock"):
+        with _lock(base / f"{shared}.lock"):
             if not kept.exists():
                 report.unlink(missing_ok=True)
                 two = arguments.get("tensor_parallel_size", 1) > 1
