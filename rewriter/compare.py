@@ -51,7 +51,8 @@ def compare_text(document: dict[str, Any], most: int = 40) -> str:
         groups.setdefault(_change(site), []).append(site["layer"])
     changed = [f"  {change}  (layers {_span(layers)})" for change, layers in groups.items()]
     if changed:
-        lines.append(f"{len(document['sites'])} sites differ")
+        count = len(document["sites"])
+        lines.append("1 site differs" if count == 1 else f"{count} sites differ")
     lines += changed[:most]
     lines += [f"  and {len(changed) - most} kinds of change more"] if len(changed) > most else []
     if document["same"]:

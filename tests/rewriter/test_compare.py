@@ -95,7 +95,7 @@ def test_diff_of_two_dumps_by_exit_code(tmp_path: Path) -> None:
     result = call("diff", one, two)
     assert result.exit_code == DIFFERENT
     assert "plan: True -> False" in result.stdout
-    assert "1 sites differ" in result.stdout
+    assert "1 site differs" in result.stdout
     document = json.loads(call("diff", one, two, "--json", "--pattern", "experts").stdout)
     assert [s["pattern"] for s in document["sites"]] == ["experts"]
     assert call("diff", one, tmp_path / "none").exit_code == WRONG_USE
