@@ -352,7 +352,7 @@ def match_template(
     for level in levels_of(view):
         try:
             graph, output = trace(template, operands, tokens, static or {}, level)
-        except (ValueError, RuntimeError) as error:
+        except (ValueError, RuntimeError, IndexError) as error:
             reason = Reason(
                 Code.SHAPE_MISMATCH, f"{template.name} has no form at this shape: {error}"
             )

@@ -29,7 +29,7 @@ FAST=(
 
 nearmiss() {
     "$python" tests/nearmiss/run.py --graphs "${GRAPHS:-100000}" --seed "${SEED:-2}" --again \
-        --ledger "$kept/nearmiss_ledger.json"
+        --ledger "$kept/nearmiss_ledger.json" --processes "$workers"
 }
 
 fuzz() {

@@ -45,16 +45,27 @@ def reduced(value: Tensor, how: str, group: str) -> Tensor:
     return (value * (_KINDS[how] + (0.5 if group.endswith("1") else 0.0))).contiguous()
 
 
-class _Ranks(fx.Interpreter):
-    """Runs a graph with collectives simulated."""
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        name = target_name(target)
+def _run(graph: fx.Graph, given: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Run a graph of inputs and calls with collectives simulated; fx.Interpreter takes double."""
+    values: dict[fx.Node, Any] = {}
+    inputs = iter(given)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            values[node] = next(inputs)
+            continue
+        args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+        if node.op == "output":
+            return args[0]  # type: ignore[no-any-return]
+        if node.op != "call_function":
+            raise Unbuildable(f"{node.format_node()} is no call")
+        name = target_name(node.target)
         if name == "_c10d_functional.all_reduce":
-            return reduced(args[0], args[1], args[2])
-        if name == "_c10d_functional.wait_tensor":
-            return args[0]
-        return super().call_function(target, args, kwargs)
+            values[node] = reduced(*args)
+        elif name == "_c10d_functional.wait_tensor":
+            values[node] = args[0]
+        else:
+            values[node] = node.target(*args, **kwargs)
+    raise Unbuildable("the graph has no output")
 
 
 @contextmanager
@@ -86,7 +97,7 @@ def outputs(
     """Results and the inputs afterwards (written or not)."""
     given = [t.clone() for t in inputs]
     with torch.no_grad(), _simulated(), _composed(composed):
-        results = _Ranks(module).run(*given)
+        results = _run(module.graph, given)
     return [*results, *given]
 
 

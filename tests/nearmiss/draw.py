@@ -12,7 +12,7 @@ from defects import CATALOGUE, Defect
 from edits import EDITS
 
 # Graphs that share one traced module: as declared, then with defects put into the graph.
-SHARED = 16
+SHARED = 32
 # Several defects at once: a refusal may then be about the neighbour of the place that is wrong.
 ALWAYS = frozenset({"OP_MISMATCH", "USER_ESCAPES", "SHAPE_MISMATCH"})
 

@@ -31,35 +31,39 @@ def _revalue(module: fx.GraphModule, start: fx.Node) -> bool:
     mode = next(m for m in modes if m is not None)
     renewed: set[fx.Node] = set()
     reached = False
-    for node in module.graph.nodes:
-        reached |= node is start
-        if not reached or node.op != "call_function":
-            continue
-        if node is not start and renewed.isdisjoint(node.all_input_nodes):
-            continue
-        args, kwargs = pytree.tree_map_only(
-            fx.Node, lambda n: n.meta["val"], (node.args, node.kwargs)
-        )
-        try:
-            with mode, torch.no_grad():
+    with mode, torch.no_grad():
+        for node in module.graph.nodes:
+            reached |= node is start
+            if not reached or node.op != "call_function":
+                continue
+            if node is not start and renewed.isdisjoint(node.all_input_nodes):
+                continue
+            args, kwargs = fx.map_arg((node.args, node.kwargs), _value)
+            try:
                 value = node.target(*args, **kwargs)
-        except Exception:
-            return False
-        if node is start or not _same(value, node.meta.get("val"), (args, kwargs)):
-            node.meta["val"] = value
-            renewed.add(node)
+            except Exception:
+                return False
+            if node is start or not _same(value, node.meta.get("val"), node):
+                node.meta["val"] = value
+                renewed.add(node)
     return True
 
 
-def _same(new: Any, old: Any, operands: Any) -> bool:
+def _value(node: fx.Node) -> Any:
+    return node.meta["val"]
+
+
+def _same(new: Any, old: Any, node: fx.Node) -> bool:
     """Whether readers see no difference: equal metadata, and no storage shared with an operand."""
-    ours, theirs, given = (pytree.tree_leaves(tree) for tree in (new, old, operands))
+    ours, theirs = (v if isinstance(v, (tuple, list)) else (v,) for v in (new, old))
     if list(map(_seen, ours)) != list(map(_seen, theirs)):
         return False
+    given = [t for n in node.all_input_nodes for t in pytree.tree_leaves(n.meta["val"])]
     used = {t.untyped_storage()._cdata for t in given if isinstance(t, Tensor)}
     return all(
-        t.untyped_storage()._cdata not in used for t in ours + theirs if isinstance(t, Tensor)
-    )
+        t.untyped_storage()._cdata not in used
+        for t in (*ours, *theirs) if isinstance(t, Tensor)
+    )  # fmt: skip
 
 
 def _seen(value: Any) -> Any:
@@ -75,7 +79,7 @@ def _seen(value: Any) -> Any:
 
 def _fake_call(module: fx.GraphModule, target: Any, *args: Any) -> fx.Node:
     node = module.graph.call_function(target, args)
-    values = pytree.tree_map_only(fx.Node, lambda n: n.meta["val"], args)
+    values = fx.map_arg(args, _value)
     mode = next(
         m for n in module.graph.nodes if (m := getattr(n.meta.get("val"), "fake_mode", None))
     )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
@@ -53,13 +53,16 @@ def _trace(family: Family, knobs: Knobs, inputs: Inputs, level: str) -> fx.Graph
         context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
         fakes.append(mode.from_tensor(tensor, symbolic_context=context))
     table = decompositions("inductor" if level == "inductor" else "aot")
-    module = make_fx(
-        torch.func.functionalize(call), decomposition_table=table, tracing_mode="symbolic"
-    )(*fakes)
+    # The module's own code is never run, nor are torch's notes on each call read.
+    tracer = make_fx(
+        torch.func.functionalize(call), decomposition_table=table, tracing_mode="symbolic",
+        _disable_torch_fn_metadata_mode=True,
+    )  # fmt: skip
+    with _use_lazy_graph_module(True):
+        module = tracer(*fakes)
     for node, name in zip(module.graph.find_nodes(op="placeholder"), inputs.made, strict=True):
         node._rename(name)
     module.graph.eliminate_dead_code()
-    module.recompile()
     return module
 
 

@@ -1,8 +1,9 @@
 """Nightly: many near-miss graphs, in pieces, with a ledger.
 
-    python tests/nearmiss/run.py --graphs 100000 --seed 1 --ledger ledger.json
+    python tests/nearmiss/run.py --graphs 100000 --seed 1 --ledger ledger.json --processes 2
 
-Continues where the ledger stopped; --seconds ends a piece early. A ledger of other code is not
+Continues where the ledger stopped; --seconds ends a piece early, and the ledger is written every
+few seconds. The counts do not depend on the number of processes. A ledger of other code is not
 continued: --again starts anew in the same file and keeps the old figures under "earlier". --status
 says whether the ledger is of this code. Exit code 1 where the property failed anywhere.
 """
@@ -11,115 +12,92 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import hashlib
 import json
 import os
 import platform
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
 from importlib.metadata import version
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "rewriter")]
 
-SCHEMA = "k3fuse.nearmiss/2"
-PROBLEMS = ("false accept", "crash", "wrong code", "missed control")
+import ledger as books  # noqa: E402 - by the path above
+
+# Numbers that a process takes at once: whole shared modules, seconds of work.
+CHUNK = 256
 
 
-def code() -> dict[str, str]:
-    """Digests of what a graph's verdict depends on: sources, guards and the drawing of graphs."""
-    import draw
-    from k3fuse.rewriter.pattern import load_patterns
+def ready() -> None:
+    """Set a process up for graphs."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    import torch
 
-    root = HERE.parents[1]
-    guards = [
-        (p.name, g.text, g.code.value, g.scope, g.proof) for p in load_patterns() for g in p.guards
-    ]
-    drawn = [draw.SHARED, *sorted(d.name for d in draw.CATALOGUE), *draw.EDITS, *draw.FAMILIES]
-    references = [f for n in ("reference", "op") for f in root.glob(f"kernels/*/{n}.py")]
-    return {
-        "rewriter": _files([*root.glob("rewriter/*.py"), *root.glob("rewriter/recognise/*.py")]),
-        "patterns": _files(root.glob("patterns/*.py")),
-        "references": _files(references),
-        "guards": _digest(json.dumps(guards).encode()),
-        "draw": _digest(json.dumps(drawn).encode()),
-    }
+    from check import groups
+
+    torch.set_num_threads(1)
+    groups()
 
 
-def _files(paths: Iterable[Path]) -> str:
-    return _digest(b"".join(_digest(p.read_bytes()).encode() for p in sorted(paths)))
+def chunk(seed: int, numbers: range) -> tuple[list[books.Row], float]:
+    """Examine these graphs; also the processor seconds it took."""
+    from draw import examined
+
+    begin, rows = time.process_time(), []
+    for number in numbers:
+        found = examined(seed, number)
+        problem = f"{found.problem} | {found.graph.text()}" if found.problem else ""
+        kinds = (*(d.kind for d in found.declared), *found.graph.edits)
+        rows.append(
+            books.Row(
+                number, found.graph.family, found.verdict.outcome, kinds,
+                bool(found.verdict.found), problem,
+            )
+        )  # fmt: skip
+    return rows, time.process_time() - begin
 
 
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:16]
+def _numbers(start: int) -> Iterator[range]:
+    """From `start` on, cut where shared modules end."""
+    while True:
+        stop = (start // CHUNK + 1) * CHUNK
+        yield range(start, stop)
+        start = stop
 
 
-def new_ledger(seed: int) -> dict[str, Any]:
-    """An empty ledger."""
-    return {
-        "schema": SCHEMA, "seed": seed, "code": code(), "next": 0, "graphs": 0, "unbuildable": 0,
-        "rewritten": 0, "compared": 0, "seconds": 0.0, "by_family": {}, "by_kind": {},
-        "defects": {}, "problems": dict.fromkeys(PROBLEMS, 0), "examples": [], "versions": {},
-        "dates": [], "earlier": [],
-    }  # fmt: skip
+def chunks(seed: int, start: int, processes: int) -> Iterator[tuple[list[books.Row], float]]:
+    """Examined chunks in order, without end."""
+    numbers = _numbers(start)
+    if processes == 1:
+        ready()
+        for piece in numbers:
+            yield chunk(seed, piece)
+    pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=ready)
+    waiting: deque[Future[tuple[list[books.Row], float]]] = deque()
+    try:
+        while True:
+            while len(waiting) < 2 * processes:
+                waiting.append(pool.submit(chunk, seed, next(numbers)))
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
-def stale(ledger: dict[str, Any]) -> list[str]:
-    """Parts of the code that the ledger's figures are no longer about."""
-    return [part for part, digest in code().items() if ledger["code"].get(part) != digest]
-
-
-def load(path: Path, seed: int, again: bool) -> dict[str, Any]:
-    """The ledger to continue. Raises SystemExit where it is of another seed or of other code."""
-    if not path.exists():
-        return new_ledger(seed)
-    ledger: dict[str, Any] = json.loads(path.read_text())
-    if ledger.get("schema") != SCHEMA:
-        raise SystemExit(f"{path} is no ledger of schema {SCHEMA}; name another file")
-    changed = stale(ledger)
-    if again and (changed or ledger["seed"] != seed):
-        kept = ("seed", "code", "graphs", "rewritten", "compared", "problems", "dates")
-        old = [*ledger["earlier"], {k: ledger[k] for k in kept}]
-        return {**new_ledger(seed), "earlier": old}
-    if changed or ledger["seed"] != seed:
-        why = f"of other code ({', '.join(changed)})" if changed else f"of seed {ledger['seed']}"
-        raise SystemExit(f"{path} is {why}; name another file, or start anew with --again")
-    return ledger
-
-
-def write(ledger: dict[str, Any], path: Path) -> None:
-    """Atomically, so that a killed run leaves the last whole state."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(json.dumps(ledger, indent=1, sort_keys=True) + "\n")
-    os.replace(beside, path)
-
-
-def record(ledger: dict[str, Any], found: Any) -> None:
-    """Count one examined graph."""
-    ledger["next"] = found.number + 1
-    outcome = found.verdict.outcome
-    if outcome == "unbuildable":
-        ledger["unbuildable"] += 1
-        return
-    graph = found.graph
-    ledger["graphs"] += 1
-    ledger["rewritten"] += outcome == "rewritten"
-    ledger["compared"] += bool(found.verdict.found)
-    count = str(len(found.declared) + len(graph.edits))
-    kinds = [d.kind for d in found.declared] + list(graph.edits) or ["none"]
-    tables = [("by_family", [graph.family]), ("by_kind", kinds), ("defects", [count])]
-    for table, keys in tables:
-        for key in keys:
-            row = ledger[table].setdefault(key, {})
-            row[outcome] = row.get(outcome, 0) + 1
-    if found.problem:
-        ledger["problems"][found.problem.split(":")[0]] += 1
-        if len(ledger["examples"]) < 200:
-            ledger["examples"].append(f"{found.number}: {found.problem} | {graph.text()}")
+def progress(ledger: dict[str, Any], begin: float, done: int, wanted: int) -> str:
+    """One line: how far, how fast by the clock, what is left."""
+    rate = max(done / max(time.monotonic() - begin, 1e-3), 1e-3)
+    left = (wanted - ledger["graphs"]) / rate / 60
+    failed = sum(ledger["problems"].values())
+    return (
+        f"{ledger['graphs']:,} of {wanted:,} graphs, {rate:.0f} a second, {failed} failed, "
+        f"{left:.0f} minutes to go"
+    )
 
 
 def main() -> int:
@@ -128,41 +106,43 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--ledger", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="end the piece then")
+    parser.add_argument("--processes", type=int, default=1, help="at once (default 1)")
     parser.add_argument("--again", action="store_true", help="start anew where the code changed")
     parser.add_argument("--status", action="store_true", help="only say what the ledger is about")
     given = parser.parse_args()
+    if given.processes < 1:
+        parser.error(f"--processes is {given.processes}; give 1 or more")
     if given.status:
         ledger = json.loads(given.ledger.read_text())
-        changed = stale(ledger)
+        changed = books.stale(ledger)
         about = f"other code: {', '.join(changed)} changed" if changed else "this code"
         print(f"{ledger['graphs']} graphs of seed {ledger['seed']}, of {about}")
         return int(bool(changed))
-
-    import torch
-
-    from check import groups
-    from draw import examined
-
-    torch.set_num_threads(1)
-    groups()
-    ledger = load(given.ledger, given.seed, given.again)
-    begin, used = time.monotonic(), time.process_time()
+    ledger = books.load(given.ledger, given.seed, given.again)
+    begin = said = time.monotonic()
+    before = ledger["graphs"]
     today = datetime.date.today().isoformat()
+    results = chunks(given.seed, ledger["next"], given.processes)
     while ledger["graphs"] < given.graphs and time.monotonic() - begin < given.seconds:
-        for number in range(ledger["next"], ledger["next"] + 64):
+        rows, seconds = next(results)
+        for row in rows:
             if ledger["graphs"] < given.graphs:
-                record(ledger, examined(given.seed, number))
-        ledger["seconds"] = round(ledger["seconds"] + time.process_time() - used, 1)
-        used = time.process_time()
+                books.record(ledger, row)
+        ledger["seconds"] = round(ledger["seconds"] + seconds, 1)
         ledger["versions"] = {
-            "k3fuse": version("k3fuse"), "torch": torch.__version__,
+            "k3fuse": version("k3fuse"), "torch": version("torch"),
             "python": platform.python_version(),
         }  # fmt: skip
         ledger["dates"] = sorted({*ledger["dates"], today})
-        write(ledger, given.ledger)
+        books.write(ledger, given.ledger)
+        if time.monotonic() - said >= 20:
+            said = time.monotonic()
+            done = ledger["graphs"] - before
+            print(progress(ledger, begin, done, given.graphs), file=sys.stderr, flush=True)
+    results.close()  # type: ignore[attr-defined]
     outcomes: Counter[str] = Counter()
-    for row in ledger["by_family"].values():
-        outcomes.update(row)
+    for counts in ledger["by_family"].values():
+        outcomes.update(counts)
     print(f"{ledger['graphs']} graphs of seed {given.seed}: {dict(outcomes)}")
     print(f"problems: {ledger['problems']}")
     for line in ledger["examples"][-20:]:

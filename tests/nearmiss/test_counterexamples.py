@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -115,6 +116,22 @@ def test_two_sites_that_read_each_other_are_not_both_taken() -> None:
         codes = [r.code.value for s in sites for r in s.reasons]
         assert codes == (["INTERPOSED_OP"] if crossed == "both" else [])
         module.graph.lint()
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_mask_that_keeps_one_number_is_no_group_mask(swapped: bool) -> None:
+    """where(chosen, keys, -inf): a number stands where the scores are read from."""
+    graph = replace(spelled("router", {"groups": 1}), level="inductor")
+    module, _ = made(graph)
+    (where,) = module.graph.find_nodes(op="call_function", target=aten.where.self)
+    if swapped:
+        mask, number, keys = where.args
+        where.args = (mask, keys, number)
+    report = run(module)
+    codes = {r.code.value for s in report.sites for r in s.reasons}
+    codes |= {n.reason.code.value for n in report.near if n.pattern == "router"}
+    assert report.counts()["router"].found == (0 if swapped else 1)
+    assert codes == ({"ATTR_MISMATCH"} if swapped else set())
 
 
 @pytest.mark.parametrize("written", [False, True])
