@@ -11,7 +11,7 @@ from torch import fx
 from k3fuse.kernels.common.composition import Composition, CompositionError
 from k3fuse.kernels.common.dispatch import operands
 from k3fuse.rewriter.reasons import Code, Reason, Refusal
-from k3fuse.rewriter.site import Output, Replacement, Reshaped, Site
+from k3fuse.rewriter.site import Made, Output, Replacement, Reshaped, Site
 from k3fuse.rewriter.subgraph import ExtractError, OutputSpec, extract, signature, view_sizes
 from k3fuse.rewriter.target import Target
 from k3fuse.rewriter.view import GraphView, shape_of
@@ -40,7 +40,8 @@ def replacement(
     kwargs: dict[str, Any] = {"target": target.name}
     if group is not None:
         kwargs["group"] = group
-    inputs: list[fx.Node | Reshaped] = operands(op, args)
+    # What another site's op makes is not in the graph that the composition is a piece of.
+    inputs: list[fx.Node | Reshaped] = [a for a in operands(op, args) if not isinstance(a, Made)]
     try:
         # 93 layers have a handful of distinct sites, and writing one costs as much as matching it.
         known: dict[Any, str] = view.notes.setdefault("compositions", {})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,11 +12,13 @@ from torch import fx
 
 from k3fuse.kernels.experts.op import experts
 from k3fuse.kernels.experts.policy import TABLE as EXPERTS_TABLE
+from k3fuse.kernels.experts.policy import TAKING
 from k3fuse.kernels.tail.op import tail
 from k3fuse.kernels.tail.policy import TABLE as TAIL_TABLE
 from k3fuse.patterns import symbols as s
 from k3fuse.patterns.compose import replacement
-from k3fuse.patterns.moe import gated_mlp, opaque_experts, slices_between
+from k3fuse.patterns.hand_over import Taken, pairs
+from k3fuse.patterns.moe import as_routed, gated_mlp, opaque_experts, row_nodes, slices_between
 from k3fuse.patterns.policy import pick
 from k3fuse.rewriter.canonical import dtype_of
 from k3fuse.rewriter.guards import Guard, Value
@@ -26,7 +28,7 @@ from k3fuse.rewriter.recognise.all_reduce import AllReduce
 from k3fuse.rewriter.recognise.experts import RoutedExperts
 from k3fuse.rewriter.recognise.linear import Linear
 from k3fuse.rewriter.recognise.rms_norm import RmsNorm
-from k3fuse.rewriter.site import Kernel, NearMiss, Output, Replacement, Site, in_order
+from k3fuse.rewriter.site import HandOver, Kernel, NearMiss, Output, Replacement, Site, in_order
 from k3fuse.rewriter.target import Target
 from k3fuse.rewriter.view import GraphView, op_of, shape_of
 
@@ -251,10 +253,12 @@ class Experts(Pattern):
             (found.out,),
             values,
             ("experts hidden in an opaque op stay as they are",),
-            facts=(found, None, None),
+            facts=(found, None, None, None),
         )
 
-    def _spelled_out(self, view: GraphView, routed: RoutedExperts) -> Site | None:
+    def _spelled_out(
+        self, view: GraphView, routed: RoutedExperts, taken: Taken | None = None
+    ) -> Site | None:
         found = read_tail(view, routed.out)
         if found is None:
             return None
@@ -279,8 +283,10 @@ class Experts(Pattern):
         values[_SHARED] = s.name("same" if same else "other")
         covered = [*routed.nodes, *found.nodes]
         if mlp is not None:
-            covered += [*mlp.nodes, *slices_between(view, mlp)]
-            linears = [*mlp.gate_up, mlp.down, *([found.up] if found.up else [])]
+            inside = {*mlp.nodes, *slices_between(view, mlp)}
+            covered += inside if taken is None else inside - set(row_nodes(view, mlp))
+            first = mlp.gate_up if taken is None else ()
+            linears = [*first, mlp.down, *([found.up] if found.up else [])]
             values[s.W_DTYPE] = s.common_dtype(*(f.weight for f in linears))
             straight = all(f.transposed for f in linears)
             values[s.WEIGHT_ROWS_CONTIGUOUS] = (
@@ -289,11 +295,12 @@ class Experts(Pattern):
             if any(f.bias is not None for f in linears):
                 return None
         operands: dict[str, Any] = {
-            "hidden": routed.hidden, "weights": routed.weights, "ids": routed.ids,
+            "hidden": routed.hidden, "weights": as_routed(view, routed.weights), "ids": routed.ids,
             "w13": routed.w13, "w13_scale": routed.w13_scale, "w2": routed.w2,
             "w2_scale": routed.w2_scale,
-            "shared_x": mlp.x if mlp is not None else None,
-            "gate_up": [f.weight for f in mlp.gate_up] if mlp is not None else [],
+            "shared_x": mlp.x if mlp is not None and taken is None else None,
+            "gate_up": [f.weight for f in mlp.gate_up] if mlp and taken is None else [],
+            "row": mlp.row if mlp is not None and taken is not None else None,
             "down": mlp.down.weight if mlp is not None else None,
             "norm": found.norm.weight if found.norm is not None else None,
             "up": found.up.weight if found.up is not None else None,
@@ -301,20 +308,30 @@ class Experts(Pattern):
         return Site(
             self.name,
             f"{'mxfp4' if packed else 'plain'} {routed.form}"
-            + (" + shared" if mlp is not None else ""),
+            + (" + shared" if mlp is not None else "")
+            + (" row" if taken is not None else ""),
             found.out,
             in_order(covered, view.index),
             operands,
             (found.out,),
             values,
-            facts=(found, routed, mlp),
+            () if taken is None else (taken.note,),
+            facts=(found, routed, mlp, taken),
         )
+
+    def hand_overs(self, view: GraphView, found: Sequence[Site]) -> Iterator[HandOver]:
+        """The router of the same rows makes the shared hidden row, and the latent row in MXFP8."""
+        for giver, taker, gives, taken in pairs(view, found, self.name):
+            takes = self._spelled_out(view, taker.facts[1], taken)
+            if takes is not None:
+                yield HandOver(giver, taker, gives, takes, {"quantize": False})
 
     def replacement(self, site: Site, view: GraphView, target: Target) -> Replacement:
         """experts(...), or tail(...) behind an opaque op."""
         found: Tail
         routed: RoutedExperts | None
-        found, routed, _ = site.facts
+        taken: Taken | None
+        found, routed, _, taken = site.facts
         reduce = found.reduce_routed or found.reduce_shared
         group = reduce.group if reduce is not None else ""
         o = site.operands
@@ -333,6 +350,7 @@ class Experts(Pattern):
                 o["w2_scale"], o["shared_x"], o["gate_up"], o["down"], o["norm"], o["up"],
                 routed.activation, routed.beta, routed.linear_beta, eps, rounding,
             )  # fmt: skip
+            args += () if taken is None else (o["row"], *taken.results)
             op = experts
         return replacement(
             site, view, op, args, results=[found.out], shapes=[(tokens, width)],
@@ -341,4 +359,6 @@ class Experts(Pattern):
 
     def kernel(self, site: Site, target: Target) -> Kernel | None:
         """The policy's row for M."""
-        return pick(TAIL_TABLE if site.form == "tail" else EXPERTS_TABLE, site, target)
+        if site.form == "tail":
+            return pick(TAIL_TABLE, site, target)
+        return pick(TAKING if site.facts[3] is not None else EXPERTS_TABLE, site, target)

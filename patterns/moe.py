@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
+from k3fuse.rewriter.canonical import dtype_of
 from k3fuse.rewriter.guards import Value, to_value
 from k3fuse.rewriter.recognise.activation import GatedActivation
 from k3fuse.rewriter.recognise.all_reduce import AllReduce
@@ -62,6 +64,11 @@ class GatedMlp:
         linears = [n for f in (*self.gate_up, self.down) for n in f.nodes]
         return (*linears, *self.activation.nodes)
 
+    @property
+    def row(self) -> fx.Node:
+        """The hidden row: what the activation makes and `down` reads."""
+        return self.activation.out
+
 
 def sources(view: GraphView, activation: GatedActivation) -> tuple[Linear, ...]:
     """Linears whose results a gated activation reads: one merged, or gate and up. () if unclear."""
@@ -107,11 +114,23 @@ def gated_mlp(view: GraphView, value: fx.Node) -> GatedMlp | None:
     return GatedMlp(linears[0].x, linears, activation, down)
 
 
+def row_nodes(view: GraphView, mlp: GatedMlp) -> list[fx.Node]:
+    """Nodes that make the hidden row of the row that gate and up read."""
+    linears = [n for f in mlp.gate_up for n in f.nodes]
+    halves = (mlp.activation.gate, mlp.activation.up, mlp.activation.merged)
+    return [*linears, *mlp.activation.nodes, *_views_of(view, mlp, halves)]
+
+
 def slices_between(view: GraphView, mlp: GatedMlp) -> list[fx.Node]:
     """Slices and reshapes between the projections and the activation."""
+    halves = (mlp.activation.gate, mlp.activation.up, mlp.activation.merged, mlp.down.x)
+    return _views_of(view, mlp, halves)
+
+
+def _views_of(view: GraphView, mlp: GatedMlp, values: Iterable[fx.Node | None]) -> list[fx.Node]:
     ends = {f.out for f in mlp.gate_up}
     found: list[fx.Node] = []
-    for half in (mlp.activation.gate, mlp.activation.up, mlp.activation.merged, mlp.down.x):
+    for half in values:
         node = half
         while isinstance(node, fx.Node) and node not in ends:
             if view.canon(node).op not in ("slice", "reshape"):
@@ -122,6 +141,17 @@ def slices_between(view: GraphView, mlp: GatedMlp) -> list[fx.Node]:
                 found.append(source)
             node = view.canon(node).inputs[0]
     return found
+
+
+def as_routed(view: GraphView, weights: fx.Node) -> fx.Node:
+    """Routing weights before they were widened to FP32: the experts multiply in FP32 anyhow."""
+    wide = view.strip(weights)
+    if not isinstance(wide, fx.Node) or view.canon(wide).op != "cast":
+        return weights
+    source = view.canon(wide).inputs[0]
+    narrow = isinstance(source, fx.Node) and dtype_of(source) in (torch.bfloat16, torch.float16)
+    widened = narrow and dtype_of(wide) == torch.float32
+    return source if widened and shape_of(source) == shape_of(weights) else weights
 
 
 def tp_group(view: GraphView) -> tuple[str, int | None]:

@@ -14,10 +14,12 @@ from k3fuse.kernels.router.policy import TABLE
 from k3fuse.patterns import symbols as s
 from k3fuse.patterns.compose import replacement
 from k3fuse.patterns.moe import (
+    GatedMlp,
     OpaqueExperts,
     equal_on_all_ranks,
     gated_linears,
     opaque_experts,
+    row_nodes,
     tp_group,
 )
 from k3fuse.patterns.policy import pick
@@ -31,7 +33,7 @@ from k3fuse.rewriter.site import Kernel, NearMiss, Output, Replacement, Site, in
 from k3fuse.rewriter.target import Target
 from k3fuse.rewriter.view import GraphView, shape_of
 
-_E, _TOP_K, _L = sympy.symbols("E top_k L", integer=True, nonnegative=True)
+_E, _TOP_K, _L, _S = sympy.symbols("E top_k L S", integer=True, nonnegative=True)
 _SCORING, _LOGITS, _BIAS_DTYPE = sympy.symbols("scoring logits_dtype bias_dtype")
 _REDUCED = sympy.Symbol("row_all_reduced")
 _NONE = s.name("none")
@@ -57,6 +59,12 @@ class Router(Pattern):
             sympy.Or(Eq(_L, 3584), Eq(_L, 0)),
             Code.SHAPE_MISMATCH,
             "latent width; 0 where no latent projection reads the row",
+            scope="kernel",
+        ),
+        Guard(
+            sympy.Or(Eq(_S * s.TP, 6144), Eq(_S, 0)),
+            Code.SHAPE_MISMATCH,
+            "shared expert's width over all ranks; 0 where its gate and up stay with the experts",
             scope="kernel",
         ),
         s.TP_SIZE,
@@ -113,6 +121,8 @@ class Router(Pattern):
         latent: Linear | None,
         routing: Routing | None,
         opaque: OpaqueExperts | None = None,
+        shared: GatedMlp | None = None,
+        quantize: bool = False,
     ) -> Site:
         group, size = tp_group(view)
         values: dict[sympy.Symbol, Value] = {
@@ -121,6 +131,7 @@ class Router(Pattern):
             s.K: s.value(gate.k),
             _TOP_K: s.value(routing.top_k if routing is not None else 0),
             _L: s.value(latent.n if latent is not None else 0),
+            _S: s.value(shape_of(shared.row)[-1] if shared is not None else 0),
             _LOGITS: s.value(gate.out_dtype),
             _SCORING: s.name(routing.scoring) if routing is not None else _NONE,
             _BIAS_DTYPE: s.common_dtype(routing.bias)
@@ -138,6 +149,17 @@ class Router(Pattern):
             if gate.transposed and (latent is None or latent.transposed)
             else s.NO,
         }
+        if shared is not None:
+            weights = [f.weight for f in (gate, *shared.gate_up)]
+            weights += [latent.weight] if latent is not None else []
+            values[s.W_DTYPE] = s.common_dtype(*weights)
+            if (
+                not all(f.transposed for f in shared.gate_up)
+                or s.rows_contiguous(*weights) != s.YES
+            ):
+                values[s.WEIGHT_ROWS_CONTIGUOUS] = s.NO
+            if any(f.bias is not None for f in shared.gate_up):
+                values[s.BIAS] = s.YES
         if size is not None:
             values[s.TP] = s.value(size)
         made = [routing.weights, routing.ids] if routing is not None else [gate.out]
@@ -145,26 +167,35 @@ class Router(Pattern):
         if latent is not None:
             made.append(latent.out)
             covered += latent.nodes
+        if shared is not None:
+            made.append(shared.row)
+            covered += row_nodes(view, shared)
         notes = () if opaque is None else (hidden(opaque),)
+        if shared is not None:
+            more = " and the latent row in MXFP8" if quantize else ""
+            notes = (f"makes the shared hidden row{more} for the experts",)
         return Site(
             self.name,
-            ("router" if routing is not None else "front") + (" + latent" if latent else ""),
+            ("router" if routing is not None else "front")
+            + (" + latent" if latent else "")
+            + (" + shared" if shared else ""),
             gate.out,
             in_order(covered, view.index),
             {
                 "x": gate.x, "gate": gate.weight,
                 "bias": routing.bias if routing is not None else None,
                 "latent": latent.weight if latent is not None else None,
+                "shared": [f.weight for f in shared.gate_up] if shared is not None else [],
             },
             tuple(made),
             values,
             notes,
-            facts=(gate, latent, routing, group),
+            facts=(gate, latent, routing, group, shared, quantize),
         )  # fmt: skip
 
     def replacement(self, site: Site, view: GraphView, target: Target) -> Replacement:
         """router_front where the selection is hidden, router otherwise."""
-        gate, latent, routing, group = site.facts
+        gate, latent, routing, group, shared, quantize = site.facts
         m = shape_of(gate.x)[0]
         latent_weight = latent.weight if latent is not None else None
         extra = [latent.out] if latent is not None else []
@@ -181,11 +212,26 @@ class Router(Pattern):
             results = [routing.weights, routing.ids, *extra]
             shapes = [(m, routing.top_k), (m, routing.top_k), *extra_shape]
             op = router
+        if shared is not None:
+            activation = shared.activation
+            args += (
+                [f.weight for f in shared.gate_up], activation.kind, activation.beta,
+                activation.linear_beta,
+            )  # fmt: skip
+            results, shapes = [*results, shared.row], [*shapes, shape_of(shared.row)]
         outputs = [Output(node, i) for i, node in enumerate(results)]
         return replacement(
             site, view, op, args, results=results, shapes=shapes, outputs=outputs, target=target,
-            group=group,
+            group=group, more={"quantize": True} if quantize else None,
         )  # fmt: skip
+
+    def with_shared(self, view: GraphView, site: Site, shared: GatedMlp, quantize: bool) -> Site:
+        """The site with the shared expert's gate and up; quantize: and MXFP8 of the latent row.
+
+        Results behind the latent row: the shared hidden row; E4M3 and E8M0 of the latent row.
+        """
+        gate, latent, routing, *_ = site.facts
+        return self._site(view, gate, latent, routing, shared=shared, quantize=quantize)
 
     def kernel(self, site: Site, target: Target) -> Kernel | None:
         """The policy's row for M."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ from torch import fx
 from k3fuse.rewriter.canonical import shape_of
 from k3fuse.rewriter.fakes import FakeResults, fake_value
 from k3fuse.rewriter.reasons import Code, Reason
-from k3fuse.rewriter.site import Output, Replacement, Reshaped, Site, flatten_nodes
+from k3fuse.rewriter.site import Made, Output, Replacement, Reshaped, Site, flatten_nodes
 from k3fuse.rewriter.subgraph import ExtractError, view_sizes
 
 aten = torch.ops.aten
@@ -49,6 +49,9 @@ class Editor:
     _unordered: bool = False
     _inputs_end: list[fx.Node] | None = None
     _fakes: FakeResults = field(default_factory=FakeResults)
+    # By the site's id: its op's call, and the results that it will have.
+    _calls: dict[int, fx.Node] = field(default_factory=dict)
+    _promised: dict[int, tuple[Any, ...]] = field(default_factory=dict)
 
     def _tell(
         self, kind: Literal["inserted", "erased", "replaced"], node: str, by: str = ""
@@ -64,14 +67,60 @@ class Editor:
             node = self.replaced[node]
         return node
 
+    def check(self, site: Site, planned: Replacement) -> None:
+        """Raise EditError where the op's results cannot stand for the site's values. No edit.
+
+        A result of another site's op (`Made`) is that of the last check of that site.
+        """
+        args = tuple(
+            self._promised[id(a.site)][a.index] if isinstance(a, Made) else a for a in planned.args
+        )
+        try:
+            values = self._fakes.of(planned.op, args, planned.kwargs)
+        except (ValueError, TypeError, RuntimeError) as error:
+            raise EditError(_unfit(site, error)) from error
+        self._check_results(planned, values)
+        self._promised[id(site)] = values
+
     def replace(self, site: Site, planned: Replacement) -> fx.Node:
         """Put the op in the site's place. Raises EditError with the graph untouched.
 
-        `planned` may name nodes that an earlier call replaced. The op's fake results must have the
-        dtype of the values they stand for and the same number of elements; a view restores the
-        shape where only that differs.
+        `planned` may name nodes that an earlier call replaced, and results of an earlier call that
+        the graph did not have. The op's fake results must have the dtype of the values they stand
+        for and the same number of elements; a view restores the shape where only that differs.
         """
-        args, kwargs = self._mapped(planned.args), planned.kwargs
+        made = [self._result(a, site) for a in planned.args if isinstance(a, Made)]
+        try:
+            call = self._calls[id(site)] = self._replace(site, planned, made)
+        except EditError:
+            for node in made:
+                self.module.graph.erase_node(node)
+            raise
+        for node in made:
+            self._tell("inserted", node.name)
+        return call
+
+    def _result(self, made: Made, site: Site) -> fx.Node:
+        """A result of an earlier site's op, which nothing has read yet."""
+        call = self._calls.get(id(made.site))
+        if call is None:
+            names = (site.anchor.name,)
+            raise EditError(Reason(Code.OP_MISMATCH, f"{made} is not in the graph", names))
+        with self.module.graph.inserting_after(call):
+            part = self.module.graph.call_function(operator.getitem, (call, made.index))
+        self._describe(part, made.site, call.meta["val"][made.index])
+        return part
+
+    def reduce(self, site: Site, kwargs: Mapping[str, Any]) -> None:
+        """Change keyword arguments of a site's op so that it makes fewer results."""
+        call = self._calls[id(site)]
+        call.kwargs = {**call.kwargs, **kwargs}
+        call.meta["val"] = list(self._fakes.of(call.target, call.args, dict(call.kwargs)))
+
+    def _replace(self, site: Site, planned: Replacement, made: list[fx.Node]) -> fx.Node:
+        news = iter(made)
+        args = tuple(next(news) if isinstance(a, Made) else a for a in planned.args)
+        args, kwargs = self._mapped(args), planned.kwargs
         reshaped = [a for a in args if isinstance(a, Reshaped)]
         outputs = tuple(
             Output(o.node, self.current(o.source) if isinstance(o.source, fx.Node) else o.source)

@@ -14,13 +14,14 @@ from torch import fx
 
 from k3fuse.rewriter import guards as guard_engine
 from k3fuse.rewriter import safety
-from k3fuse.rewriter.edit import EditError, Editor
+from k3fuse.rewriter.edit import Editor
 from k3fuse.rewriter.options import Options
 from k3fuse.rewriter.pattern import Pattern, load_patterns
-from k3fuse.rewriter.reasons import Code, Reason, Refusal
-from k3fuse.rewriter.record import Recorder, new_nodes
+from k3fuse.rewriter.plan import Planner, edit, is_plain_view, join, same_values
+from k3fuse.rewriter.reasons import Code, Reason
+from k3fuse.rewriter.record import Recorder
 from k3fuse.rewriter.report import Report
-from k3fuse.rewriter.site import NearMiss, Replacement, Site, absorb_views
+from k3fuse.rewriter.site import NearMiss, Site, absorb_views
 from k3fuse.rewriter.target import Target
 from k3fuse.rewriter.verify import snapshot, verify
 from k3fuse.rewriter.view import GraphView
@@ -110,6 +111,7 @@ def _rewrite(
         for site in report.sites:
             _judge(site, view, loaded, target, options)
         _shadow(report, loaded)
+        join(view, loaded, report, lambda site: _judge(site, view, loaded, target, options))
         _token_count(report)
     if consent is not None and (objection := consent(report)) is not None:
         for site in report.found:
@@ -138,12 +140,13 @@ def _apply(
     with phase("edit"):
         before = snapshot(module.graph)
         editor = Editor(module)
-        planned = _plan(view, patterns, report, target)
+        planner = Planner(view, patterns, target, editor)
+        planned = planner.units(report.found)
     if options.validate == "values":
         with phase("values"):
-            planned = _same_values(view, planned, report)
+            planned = same_values(planner, planned, report)
     with phase("edit"):
-        made = _edit(editor, planned)
+        made = edit(editor, planned)
         if editor.events:
             editor.finish(recompile=recompile)
     with phase("verify"):
@@ -275,7 +278,7 @@ def _shadow(report: Report, patterns: tuple[Pattern, ...]) -> None:
     priority = {p.name: p.priority for p in patterns}
     taken: dict[fx.Node, Site] = {}
     for site in sorted(report.found, key=lambda s: -priority[s.pattern]):
-        shared = [n for n in site.nodes if n in taken and not _is_plain_view(n)]
+        shared = [n for n in site.nodes if n in taken and not is_plain_view(n)]
         if shared:
             other = taken[shared[0]]
             site.refuse(
@@ -291,69 +294,12 @@ def _shadow(report: Report, patterns: tuple[Pattern, ...]) -> None:
         taken.update(dict.fromkeys(site.nodes, site))
 
 
-def _is_plain_view(node: fx.Node) -> bool:
-    from k3fuse.rewriter.canonical import canonical
-
-    return canonical(node).op in ("reshape", "permute", "slice", "cast")
-
-
 def _token_count(report: Report) -> None:
     for site in report.sites:
         for symbol, value in site.values.items():
             if symbol.name == "M":
                 report.m = int(value) if value.is_Integer else str(value)
                 return
-
-
-Planned = list[tuple[Site, Replacement]]
-
-
-def _plan(
-    view: GraphView,
-    patterns: tuple[Pattern, ...],
-    report: Report,
-    target: Target,
-) -> Planned:
-    """What takes the place of every accepted site; all of it is made before the first edit."""
-    by_name = {p.name: p for p in patterns}
-    planned: Planned = []
-    for site in report.found:
-        try:
-            planned.append((site, by_name[site.pattern].replacement(site, view, target)))
-        except Refusal as refusal:
-            site.refuse(refusal.reason)
-    return planned
-
-
-def _same_values(view: GraphView, planned: Planned, report: Report) -> Planned:
-    """The sites whose op gives the values of their nodes; the others are refused."""
-    from k3fuse.rewriter.values import ValueCheck
-
-    check, kept = ValueCheck(view), []
-    for site, replacement in planned:
-        reason = check.reason(site, replacement)
-        if reason is None:
-            kept.append((site, replacement))
-        else:
-            site.refuse(reason)
-    report.value_runs = {"sites": len(planned), "runs": check.runs, "kept": len(kept)}
-    return kept
-
-
-def _edit(editor: Editor, planned: Planned) -> dict[int, tuple[fx.Node, ...]]:
-    """Replace every planned site."""
-    made = {}
-    for site, replacement in planned:
-        done = len(editor.events)
-        try:
-            call = editor.replace(site, replacement)
-        except EditError as error:
-            site.refuse(error.reason)
-            continue
-        site.new_node = call.name
-        inserted = [e.node for e in editor.events[done:] if e.kind == "inserted"]
-        made[id(site)] = new_nodes(call, inserted)
-    return made
 
 
 def source_line(node: fx.Node) -> str:

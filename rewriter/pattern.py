@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import entry_points
 from typing import ClassVar
 
 from k3fuse.rewriter.guards import Guard
-from k3fuse.rewriter.site import Kernel, NearMiss, Replacement, Site
+from k3fuse.rewriter.site import HandOver, Kernel, NearMiss, Replacement, Site
 from k3fuse.rewriter.target import Target
 from k3fuse.rewriter.view import GraphView
 
@@ -36,6 +36,14 @@ class Pattern(ABC):
     @abstractmethod
     def kernel(self, site: Site, target: Target) -> Kernel | None:
         """Return the kernel the policy picks for the site, or None where no row covers it."""
+
+    def hand_overs(self, view: GraphView, found: Sequence[Site]) -> Iterator[HandOver]:
+        """Yield pairs of accepted sites of which this pattern's takes something from the other.
+
+        Must not edit the graph or the sites: the engine judges both new forms, and takes them only
+        together.
+        """
+        return iter(())
 
 
 def load_patterns() -> tuple[Pattern, ...]:

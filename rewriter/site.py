@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import sympy
@@ -105,6 +105,7 @@ class Site:
     frames: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     pieces: dict[str, str] = field(default_factory=dict)
+    hand_over: HandOver | None = field(default=None, repr=False, compare=False)
 
     def operand_nodes(self) -> list[fx.Node]:
         """All operand nodes, lists flattened, without repeats, in order."""
@@ -114,6 +115,68 @@ class Site:
         """Mark the site refused and keep why."""
         self.outcome = "refused"
         self.reasons.extend(reasons)
+
+    def become(self, other: Site) -> None:
+        """Take another form of the same place: its nodes, operands, values and kernel."""
+        for name in _FORM:
+            setattr(self, name, getattr(other, name))
+
+
+# What differs between two forms of a site; the rest says where it is and what became of it.
+_FORM = (
+    "form", "anchor", "nodes", "operands", "outputs", "values", "notes", "facts", "guards",
+    "kernel",
+)  # fmt: skip
+
+
+@dataclass
+class HandOver:
+    """Two accepted sites that are better off together: the taker reads what the giver's op makes.
+
+    gives, takes: their forms with it. What is handed over is a value of the graph, so either form
+    is right without the other; beside it the giver's op may make results that the graph does not
+    have (`Made`), by the keyword arguments `only`: without their reader they are left out.
+    """
+
+    giver: Site
+    taker: Site
+    gives: Site
+    takes: Site
+    only: Mapping[str, Any] = field(default_factory=dict)
+    alone: tuple[Site, Site] | None = None
+
+    def agree(self) -> None:
+        """Both sites take their forms with the hand-over."""
+        self.alone = replace(self.giver), replace(self.taker)
+        for site, form in ((self.giver, self.gives), (self.taker, self.takes)):
+            site.become(form)
+            site.hand_over = self
+
+    def part(self, reason: Reason) -> None:
+        """Both sites take the forms back that they have without each other; notes say why."""
+        for site, form in zip((self.giver, self.taker), self.alone or (), strict=False):
+            site.become(form)
+        self.decline(reason)
+
+    def decline(self, reason: Reason) -> None:
+        """Neither site hands over; notes say why."""
+        for site, other in ((self.giver, self.taker), (self.taker, self.giver)):
+            site.hand_over = None
+            site.notes = (*site.notes, f"no hand-over with {other.pattern}: {reason.sentence}")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Made:
+    """A result of the op in another site's place that the graph did not have; an op's argument.
+
+    index: of that op's results.
+    """
+
+    site: Site
+    index: int
+
+    def __repr__(self) -> str:
+        return f"{self.site.pattern} result {self.index}"
 
 
 @dataclass

@@ -8,7 +8,7 @@ for another; which reduction a site holds is the recogniser's question.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from k3fuse.rewriter.reasons import Code, Reason
 from k3fuse.rewriter.recognise.all_reduce import AllReduce
-from k3fuse.rewriter.site import Replacement, Reshaped, Site, flatten_nodes
+from k3fuse.rewriter.site import Made, Replacement, Reshaped, Site, flatten_nodes
 from k3fuse.rewriter.view import GraphView, bound_args, op_of, shape_of
 
 # A check allocates its operands for real; K3's experts of one layer alone would be 2 GB.
@@ -33,6 +33,10 @@ _UNIT = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-
 _BF16 = 2.0**-8
 
 
+# The replacements of other sites, by the sites' ids.
+Givers = Mapping[int, Replacement]
+
+
 class _UncheckedError(Exception):
     """The site cannot be run here; the text says why."""
 
@@ -45,8 +49,15 @@ class ValueCheck:
         self.runs = 0
         self._seen: dict[Any, Reason | None] = {}
 
-    def reason(self, site: Site, planned: Replacement) -> Reason | None:
-        """Why the site must stay: its values differ or cannot be compared; else None."""
+    def reason(
+        self, site: Site, planned: Replacement, unit: Sequence[tuple[Site, Replacement]] = ()
+    ) -> Reason | None:
+        """Why the site must stay: its values differ or cannot be compared; else None.
+
+        unit: sites with their replacements, among which are those whose results the op takes; then
+        what they make of random inputs is what the site reads.
+        """
+        givers = {id(s): r for s, r in unit}
         nodes = flatten_nodes(_plain(planned.args))
         key = (
             planned.op, str(sorted(planned.kwargs.items(), key=lambda i: i[0])),
@@ -54,18 +65,18 @@ class ValueCheck:
             tuple(str(n.meta.get("val")) for n in nodes),
         )  # fmt: skip
         if key not in self._seen:
-            self._seen[key] = self._check(site, planned)
+            self._seen[key] = self._check(site, planned, givers)
         found = self._seen[key]
         if found is None:
             return None
         return Reason(found.code, f"{site.anchor.name}: {found.sentence}", (site.anchor.name,))
 
-    def _check(self, site: Site, planned: Replacement) -> Reason | None:
+    def _check(self, site: Site, planned: Replacement, givers: Givers) -> Reason | None:
         self.runs += 1
         text = ""
         try:
             for draw in range(DRAWS):
-                text = self._difference(site, planned, draw)
+                text = self._difference(site, planned, draw, givers)
                 if not text:
                     return None
         except _UncheckedError as error:
@@ -75,29 +86,26 @@ class ValueCheck:
             return Reason(Code.VALUES_UNCHECKED, f"cannot be run here: {line}")
         return Reason(Code.VALUES_DIFFER, text)
 
-    def _difference(self, site: Site, planned: Replacement, draw: int) -> str:
+    def _difference(self, site: Site, planned: Replacement, draw: int, givers: Givers) -> str:
         """Text of the first difference between the site's nodes and the op; "" where none."""
         wanted = [o.node for o in planned.outputs if isinstance(o.source, int)]
         sources = [o.source for o in planned.outputs if isinstance(o.source, int)]
         operands = flatten_nodes(_plain(planned.args))
-        values = self._inputs(operands, draw)
+        known: dict[fx.Node, Tensor] = {}
+        results: dict[int, list[Tensor]] = {}
+        for giver in {id(a.site) for a in planned.args if isinstance(a, Made)}:
+            before = givers[giver]
+            inputs = self._inputs(flatten_nodes(_plain(before.args)), draw, {})
+            results[giver] = _run(before, inputs, {})
+            for output in before.outputs:
+                if isinstance(output.source, int):
+                    size = _sizes(output.node, shape_of(output.node))
+                    known[output.node] = results[giver][output.source].reshape(size)
+        values = self._inputs(operands, draw, known)
         runner = _Runner(self.view, site, values)
-
-        def given(arg: Any) -> Any:
-            if isinstance(arg, Reshaped):
-                return values[arg.node].reshape(_sizes(arg.node, arg.sizes))
-            return values[arg] if isinstance(arg, fx.Node) else arg
-
-        args = pytree.tree_map(
-            given, planned.args, is_leaf=lambda a: isinstance(a, (fx.Node, Reshaped))
-        )
-        kwargs = {**planned.kwargs, "target": "reference", "composition": ""}
-        if "group" in kwargs:
-            kwargs["group"] = ""
         with torch.no_grad():
             expected = [runner.value(node) for node in wanted]
-            made = planned.op(*args, **kwargs)
-        made = [made] if isinstance(made, Tensor) else list(made)
+        made = _run(planned, values, results)
         for node, source, want in zip(wanted, sources, expected, strict=True):
             have = made[source]
             if have.numel() != want.numel() or have.dtype != want.dtype:
@@ -107,7 +115,9 @@ class ValueCheck:
                 return f"{node.name} of the op differs by {worst:.1f} times what rounding explains"
         return ""
 
-    def _inputs(self, operands: Sequence[fx.Node], draw: int) -> dict[fx.Node, Tensor]:
+    def _inputs(
+        self, operands: Sequence[fx.Node], draw: int, known: dict[fx.Node, Tensor]
+    ) -> dict[fx.Node, Tensor]:
         generator = torch.Generator().manual_seed(draw)
         sizes = {n: _sizes(n, shape_of(n)) for n in dict.fromkeys(operands)}
         total = sum(math.prod(s) * n.meta["val"].element_size() for n, s in sizes.items())
@@ -119,7 +129,7 @@ class ValueCheck:
         # An index points into the experts, the leading size of the three-dimensional weights.
         below = min([s[0] for s in sizes.values() if len(s) == 3] or [2])
         values: dict[fx.Node, Tensor] = {}
-        by_root: dict[Any, Tensor] = {}
+        by_root: dict[Any, Tensor] = {self.view.strip(n): t for n, t in known.items()}
         for node, size in sizes.items():
             root = self.view.strip(node)
             if root in by_root:
@@ -129,6 +139,28 @@ class ValueCheck:
                 node.meta["val"].dtype, size, below, generator, weight=self.view.is_weight(node)
             )
         return values
+
+
+def _run(
+    planned: Replacement, values: dict[fx.Node, Tensor], made: dict[int, list[Tensor]]
+) -> list[Tensor]:
+    """Results of an op's reference on one rank. made: results of other sites' ops."""
+
+    def given(arg: Any) -> Any:
+        if isinstance(arg, Made):
+            return made[id(arg.site)][arg.index]
+        if isinstance(arg, Reshaped):
+            return values[arg.node].reshape(_sizes(arg.node, arg.sizes))
+        return values[arg] if isinstance(arg, fx.Node) else arg
+
+    leaves = (fx.Node, Reshaped, Made)
+    args = pytree.tree_map(given, planned.args, is_leaf=lambda a: isinstance(a, leaves))
+    kwargs = {**planned.kwargs, "target": "reference", "composition": ""}
+    if "group" in kwargs:
+        kwargs["group"] = ""
+    with torch.no_grad():
+        results = planned.op(*args, **kwargs)
+    return [results] if isinstance(results, Tensor) else list(results)
 
 
 def _plain(args: Any) -> Any:

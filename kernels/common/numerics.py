@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -60,3 +62,17 @@ def activate(name: str, gate: Tensor, up: Tensor, beta: float, linear_beta: floa
     if name == "silu":
         return silu_mul(gate, up)
     raise ValueError(f"activation={name!r}; known: {', '.join(ACTIVATIONS)}")
+
+
+def gated_row(
+    x: Tensor, gate_up: Sequence[Tensor], name: str, beta: float, linear_beta: float
+) -> Tensor:
+    """x [M, H] through gate and up and the activation `name`: [M, S], rounded at every step.
+
+    gate_up: one merged weight [2 S, H] or the two weights [S, H].
+    """
+    if len(gate_up) == 1:
+        gate, up = linear(x, gate_up[0]).chunk(2, dim=-1)
+    else:
+        gate, up = (linear(x, weight) for weight in gate_up)
+    return activate(name, gate, up, beta, linear_beta).to(x.dtype)

@@ -21,6 +21,13 @@ def readable(rows: Tensor) -> Tensor:
     return rows.clone(memory_format=torch.contiguous_format)
 
 
+def dense(tensor: Tensor) -> Tensor:
+    """Contiguous from a multiple of 16 bytes on; copied where it is not."""
+    if tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
 def pitch(rows: Tensor) -> int:
     """Elements from one row to the next; a lone row has no next."""
     return rows.stride(0) if rows.shape[0] > 1 else rows.shape[1]

@@ -2,7 +2,8 @@
 
 The ABI is the plan's parameter list (`config.py`):
 
-    x [m, latent] BF16, rows x_pitch apart
+    x [m, latent] BF16, rows x_pitch apart             or, with config mxfp8,
+    x [m, latent] E4M3 and x_scale [m, latent / 32] E8M0, u8, contiguous
     ids [m, top_k] i64 (i32), weights [m, top_k] BF16 (FP32), contiguous
     w13 [experts, 2 inter, latent / 2], w13_scale [experts, 2 inter, latent / 32] u8: gate, then up
     w2 [experts, latent, inter / 2], w2_scale [experts, latent, inter / 32] u8
@@ -13,7 +14,8 @@ The ABI is the plan's parameter list (`config.py`):
     shared_x [m, shared] BF16, rows shared_pitch apart
     shared_down [hidden, shared] BF16, contiguous
     shared_out [m, hidden] BF16        written
-    m, experts, x_pitch                i32; pitches in elements, multiples of 8
+    m, experts, x_pitch                i32; pitches in elements, multiples of 8; no x_pitch with
+                                       mxfp8
     beta, linear_beta                  i32, the bits of FP32
     shared_pitch                       i32
 
@@ -43,7 +45,9 @@ from k3fuse.kernels.experts.plan import plan_of
 # Kimi K3's latent row, and the widths of its routed and shared experts over all ranks.
 LATENT, INTER, SHARED = 3584, 3072, 6144
 SHAPE = {"m": 8, "tp": 8, "latent": LATENT, "hidden": HIDDEN, "top_k": TOP_K}
-CONFIG = {"clusters": CLUSTERS, "floor": 0, "float_weights": 0, "wide_ids": 1, "shuffled": 0}
+CONFIG = {
+    "clusters": CLUSTERS, "floor": 0, "float_weights": 0, "wide_ids": 1, "shuffled": 0, "mxfp8": 0,
+}  # fmt: skip
 # Architectures without packed FP32 arithmetic.
 SCALAR = ("sm_90a",)
 LATENT_STEP = 16 * CLUSTER * WARPS
@@ -63,8 +67,8 @@ class ExpertsBuilder:
         """Shape m (most tokens), tp, latent, inter, hidden, shared (0: without), top_k.
 
         tp: ranks, which say how wide inter and shared are where those are not given.
-        config: clusters; floor, float_weights, wide_ids, shuffled (0, 1). Raises VariantError
-        naming the value and what would fit.
+        config: clusters; floor, float_weights, wide_ids, shuffled, mxfp8 (0, 1). Raises
+        VariantError naming the value and what would fit.
         """
         check_arch(arch)
         tp = shape.get("tp", SHAPE["tp"])
@@ -80,7 +84,7 @@ class ExpertsBuilder:
         need(self.op, 1 <= sizes["top_k"] <= TOP_K, "top_k", sizes["top_k"], f"1 to {TOP_K}")
         clusters = tuning["clusters"]
         need(self.op, 1 <= clusters <= CLUSTERS, "clusters", clusters, f"1 to {CLUSTERS}")
-        for flag in ("floor", "float_weights", "wide_ids", "shuffled"):
+        for flag in ("floor", "float_weights", "wide_ids", "shuffled", "mxfp8"):
             need(self.op, tuning[flag] in (0, 1), flag, tuning[flag], "0 or 1")
         if sizes["shared"] == 0:
             sizes["hidden"] = 0
@@ -96,7 +100,12 @@ class ExpertsBuilder:
 
     def variants(self, arch: str) -> tuple[Variant, ...]:
         """Kimi K3 on 8 and on 16 ranks, for few and for many tokens."""
-        return tuple(self.variant(arch, k3(tp, m), {}) for tp in TP_SIZES for m in (8, MAX_M))
+        return tuple(
+            self.variant(arch, k3(tp, m), {"mxfp8": mxfp8})
+            for tp in TP_SIZES
+            for mxfp8 in (0, 1)
+            for m in (8, MAX_M)
+        )
 
     def plan(self, variant: Variant) -> Plan:
         """16 clusters of 8 CTAs."""
@@ -129,6 +138,7 @@ def _config(arch: str, sizes: Mapping[str, int], tuning: Mapping[str, int]) -> C
         float_weights=bool(tuning["float_weights"]),
         wide_ids=bool(tuning["wide_ids"]),
         shuffled=bool(tuning["shuffled"]),
+        mxfp8=bool(tuning["mxfp8"]),
         packed=arch not in SCALAR,
     )
 

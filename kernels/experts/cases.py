@@ -12,7 +12,7 @@ from torch import Tensor
 from k3fuse.kernels.build.variant import Variant
 from k3fuse.kernels.check import Case, CheckTarget, Launch, Output, Step
 from k3fuse.kernels.check.run import Value
-from k3fuse.kernels.common.microscaling import BLOCK
+from k3fuse.kernels.common.microscaling import BLOCK, quantize_mxfp8
 from k3fuse.kernels.common.operands import float_bits
 from k3fuse.kernels.common.tolerances import tolerance
 from k3fuse.kernels.experts import reference
@@ -72,11 +72,11 @@ class Problem:
         weights = self.w13, self.w13_scale, self.w2, self.w2_scale
         w13, w13_scale, w2, w2_scale = shuffled(*weights) if self.config.shuffled else weights
         found: dict[str, Value] = {
-            "x": self.x, "ids": self.ids, "weights": self.weights, "w13": w13,
+            **self.rows_in, "ids": self.ids, "weights": self.weights, "w13": w13,
             "w13_scale": w13_scale, "w2": w2, "w2_scale": w2_scale, "rows": Fresh(self.rows),
             "arrivals": self.arrivals, "routed": Fresh(self.routed),
-            "m": self.m, "experts": self.w13.shape[0], "x_pitch": self.x.stride(0),
-            "beta": float_bits(beta), "linear_beta": float_bits(linear),
+            "m": self.m, "experts": self.w13.shape[0], "beta": float_bits(beta),
+            "linear_beta": float_bits(linear),
         }  # fmt: skip
         if self.shared is not None:
             x, down, out = self.shared
@@ -86,13 +86,22 @@ class Problem:
             }  # fmt: skip
         return found
 
+    @property
+    def rows_in(self) -> dict[str, Value]:
+        """The parameters that hold x: in BF16, or rounded to MXFP8."""
+        if not self.config.mxfp8:
+            return {"x": self.x, "x_pitch": self.x.stride(0)}
+        values, scales = quantize_mxfp8(self.x)
+        return {"x": values.view(torch.uint8), "x_scale": scales}
+
     def needed(self) -> dict[str, int]:
         """Bytes that have to move at least: a distinct expert once, whatever its tokens."""
         found = {
             name: getattr(self, name)[0].nbytes * self.used
             for name in ("w13", "w13_scale", "w2", "w2_scale")
         }
-        found |= {name: getattr(self, name).nbytes for name in ("x", "ids", "weights", "routed")}
+        found |= {name: getattr(self, name).nbytes for name in ("ids", "weights", "routed")}
+        found |= {name: t.nbytes for name, t in self.rows_in.items() if isinstance(t, Tensor)}
         if self.shared is not None:
             names = "shared_x", "shared_down", "shared_out"
             found |= {name: t.nbytes for name, t in zip(names, self.shared, strict=True)}

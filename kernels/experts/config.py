@@ -58,7 +58,8 @@ class Config:
     hidden, shared: rows and columns of the shared expert's down-projection, 0 for none. top_k:
     slots of a token. clusters: of the grid. floor: the hidden row's scale follows the floor rule.
     float_weights: routing weights are FP32, else BF16. wide_ids: ids are 64 bits wide, else 32.
-    shuffled: weights lie as `layouts.py` has them. packed: f32x2 arithmetic.
+    shuffled: weights lie as `layouts.py` has them. mxfp8: rows come as E4M3 and E8M0, else in BF16,
+    and the kernel rounds them itself. packed: f32x2 arithmetic.
     """
 
     m: int
@@ -72,6 +73,7 @@ class Config:
     float_weights: bool
     wide_ids: bool
     shuffled: bool
+    mxfp8: bool
     packed: bool
 
     @property
@@ -303,7 +305,8 @@ class Config:
     @property
     def addresses(self) -> tuple[str, ...]:
         """Names of the address parameters in order."""
-        routed = ("x", "ids", "weights", "w13", "w13_scale", "w2", "w2_scale")
+        x = ("x", "x_scale") if self.mxfp8 else ("x",)
+        routed = (*x, "ids", "weights", "w13", "w13_scale", "w2", "w2_scale")
         scratch = ("rows", "arrivals", "routed")
         shared = ("shared_x", "shared_down", "shared_out") if self.shared else ()
         return (*routed, *scratch, *shared)
@@ -312,7 +315,8 @@ class Config:
     def sizes(self) -> tuple[str, ...]:
         """Names of the 32-bit parameters; the betas are the bits of FP32."""
         shared = ("shared_pitch",) if self.shared else ()
-        return ("m", "experts", "x_pitch", "beta", "linear_beta", *shared)
+        pitch = () if self.mxfp8 else ("x_pitch",)
+        return ("m", "experts", *pitch, "beta", "linear_beta", *shared)
 
     @property
     def name(self) -> str:
@@ -325,4 +329,5 @@ class Config:
         parts += ["fp32"] if self.float_weights else []
         parts += [] if self.wide_ids else ["ids32"]
         parts += ["shuffled"] if self.shuffled else []
+        parts += ["mxfp8"] if self.mxfp8 else []
         return "_".join(parts)

@@ -12,7 +12,14 @@ from torch import Tensor
 from k3fuse.kernels.build.errors import LaunchError, VariantError
 from k3fuse.kernels.build.variant import Variant
 from k3fuse.kernels.common.exchange import Workspace
-from k3fuse.kernels.common.operands import ALIGNMENT, address, float_bits, pitch, readable
+from k3fuse.kernels.common.operands import (
+    ALIGNMENT,
+    address,
+    dense,
+    float_bits,
+    pitch,
+    readable,
+)
 from k3fuse.kernels.common.policy import MAX_M, Row, chip_of
 from k3fuse.kernels.common.runtime import RUNTIME, Runtime
 from k3fuse.kernels.experts import gate_up
@@ -44,11 +51,23 @@ class Operands:
     shared_down: Tensor | None
     latent_norm_weight: Tensor | None
     up_weight: Tensor | None
+    shared_row: Tensor | None = None
+    latent_q: Tensor | None = None
+    latent_scale: Tensor | None = None
 
     @property
     def shared_x(self) -> Tensor:
-        """What the shared expert reads."""
+        """What the shared expert reads: its hidden row, where that is made already."""
+        if self.shared_row is not None:
+            return self.shared_row
         return self.hidden if self.shared_hidden is None else self.shared_hidden
+
+    @property
+    def mxfp8(self) -> tuple[Tensor, Tensor] | None:
+        """E4M3 and E8M0 of `hidden`, where somebody has rounded it."""
+        if self.latent_q is None or self.latent_scale is None:
+            return None
+        return dense(self.latent_q), dense(self.latent_scale)
 
     @property
     def halves(self) -> tuple[Tensor, Tensor]:
@@ -70,14 +89,18 @@ class Operands:
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
-def variants(row: Row, target: str, given: Operands, floor: bool) -> tuple[Variant, Variant]:
-    """The kernels that a policy row launches: gate and up, then the experts.
+def variants(row: Row, target: str, given: Operands, floor: bool) -> tuple[Variant | None, Variant]:
+    """The kernels that a policy row launches: gate and up (None with a row), then the experts.
 
     Raises VariantError for sizes outside the kernels.
     """
     arch, tp = chip_of(target)
-    hidden, width = given.halves[0].shape[1], given.halves[0].shape[0]
-    first = gate_up.BUILDER.variant(arch, {"m": row.m_max, "k": hidden, "width": width}, {})
+    first = None
+    if given.shared_row is None:
+        width, hidden = given.halves[0].shape
+        first = gate_up.BUILDER.variant(arch, {"m": row.m_max, "k": hidden, "width": width}, {})
+    else:
+        width = given.shared_row.shape[1]
     shape = {
         "m": row.m_max, "tp": tp, "latent": given.hidden.shape[1], "inter": 2 * given.w2.shape[2],
         "hidden": 0 if given.shared_down is None else given.shared_down.shape[0],
@@ -87,6 +110,7 @@ def variants(row: Row, target: str, given: Operands, floor: bool) -> tuple[Varia
         "floor": int(floor),
         "float_weights": WEIGHTS[given.topk_weights.dtype],
         "wide_ids": IDS[given.topk_ids.dtype],
+        "mxfp8": int(given.latent_q is not None),
     }
     return first, BUILDER.variant(arch, shape, config)
 
@@ -154,34 +178,37 @@ def partials(
 ) -> tuple[Tensor, Tensor]:
     """This rank's routed [M, L] and shared [M, H] partials, BF16, in two launches.
 
-    given: operands without a `misfit`; rows that cannot be read in place are copied. floor: the
-    hidden row's MXFP8 scale follows the floor rule. Raises LaunchError.
+    One with a shared row. given: operands without a `misfit`; rows that cannot be read in place are
+    copied. floor: the hidden row's MXFP8 scale follows the floor rule. Raises LaunchError.
     """
     first, second = variants(row, target, given, floor)
-    m, (gate, up) = given.hidden.shape[0], given.halves
+    m = given.hidden.shape[0]
     betas = {
         "beta": float_bits(activation.beta), "linear_beta": float_bits(activation.linear_beta),
     }  # fmt: skip
-    shared_x, down = readable(given.shared_x), given.shared_down
-    mid = shared_x.new_empty(m, gate.shape[0])
-    values = {
-        "x": address(shared_x), "gate": address(gate), "up": address(up), "hidden": address(mid),
-        "m": m, "x_pitch": pitch(shared_x), **betas,
-    }  # fmt: skip
-    names = (*gate_up.ADDRESSES, *gate_up.SIZES)
-    runtime.kernel(first)(*(values[name] for name in names))
+    mid = readable(given.shared_x)
+    if first is not None:
+        shared_x, (gate, up) = mid, given.halves
+        mid = shared_x.new_empty(m, gate.shape[0])
+        values = {
+            "x": address(shared_x), "gate": address(gate), "up": address(up),
+            "hidden": address(mid), "m": m, "x_pitch": pitch(shared_x), **betas,
+        }  # fmt: skip
+        names = (*gate_up.ADDRESSES, *gate_up.SIZES)
+        runtime.kernel(first)(*(values[name] for name in names))
     config = config_of(second)
-    x, ids, weights = (
-        readable(given.hidden), given.topk_ids.contiguous(), given.topk_weights.contiguous(),
-    )  # fmt: skip
-    rows = x.new_empty(m, config.top_k, config.latent)
-    routed, shared = x.new_empty(m, config.latent), x.new_empty(m, config.hidden)
+    ids, weights = given.topk_ids.contiguous(), given.topk_weights.contiguous()
+    x, scale = given.mxfp8 or (readable(given.hidden), None)
+    rows = mid.new_empty(m, config.top_k, config.latent)
+    routed, shared = mid.new_empty(m, config.latent), mid.new_empty(m, config.hidden)
     values = {
-        "x": address(x), "ids": address(ids), "weights": address(weights),
+        "x": address(x), "x_scale": address(scale), "ids": address(ids),
+        "weights": address(weights),
         "w13": address(given.w13), "w13_scale": address(given.w13_scale), "w2": address(given.w2),
         "w2_scale": address(given.w2_scale), "rows": address(rows),
         "arrivals": address(arrivals(x.device)), "routed": address(routed),
-        "shared_x": address(mid), "shared_down": address(down), "shared_out": address(shared),
+        "shared_x": address(mid), "shared_down": address(given.shared_down),
+        "shared_out": address(shared),
         "m": m, "experts": given.w13.shape[0], "x_pitch": pitch(x),
         "shared_pitch": pitch(mid), **betas,
     }  # fmt: skip

@@ -14,7 +14,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 
 from k3fuse.kernels.common.device import ptx, vector
 from k3fuse.kernels.common.device.stream import bytes_of
@@ -136,7 +136,7 @@ def fragments(
     warp: Int32,
     lane: Int32,
 ) -> None:
-    """Load a warp's columns of a unit's tokens and round them to MXFP8, into registers x.
+    """Load a warp's columns of a unit's tokens, rounded to MXFP8, into registers x.
 
     first: place of the unit's first pair in the order; count: its pairs. Of token lane / 4 a lane
     has 8 columns of each block; tokens that do not exist are zeros.
@@ -146,8 +146,36 @@ def fragments(
     place = first + ptx.least_of(token, count - 1)
     pair = ptx.shared_load4(base + Int32(config.order) + place * Int32(4))
     column = warp * Int32(config.blocks1 * BLOCK) + lane % Int32(4) * Int32(UNIT)
-    row = pair // Int32(config.top_k) * given.x_pitch + column
-    address = given.x + bytes_of(row)
+    token = pair // Int32(config.top_k)
+    if cutlass.const_expr(config.mxfp8):
+        decode(config, given, x, token, column, warp, valid)
+    else:
+        round_rows(config, given, x, token * given.x_pitch + column, valid)
+
+
+def decode(
+    config: Config, given: Any, x: Any, token: Any, column: Any, warp: Any, valid: Any
+) -> None:
+    """A token's E4M3 values times their scales, which is exact in BF16."""
+    address = given.x + (token * Int32(config.latent) + column).to(Int64)
+    place = token * Int32(config.scales1) + warp * Int32(config.blocks1)
+    scales = [
+        words.load4_if(given.x_scale + place.to(Int64), 4 * i, valid)
+        for i in range(config.blocks1 // 4)
+    ]
+    loaded = [words.load8_if(address, BLOCK * i, valid) for i in range(config.blocks1)]
+    for block, (low, high) in enumerate(loaded):
+        up = words.scale_pair(scales[block // 4], block % 4)
+        for i, word in enumerate(words.decode_fp8(low, high, up)):
+            x[WORDS * block + i] = word
+
+
+@cute.jit
+def round_rows(
+    config: cutlass.Constexpr, given: cutlass.Constexpr, x: cute.Tensor, start: Int32, valid: Int32
+) -> None:
+    """A token's values from `start` on, in BF16: rounded to MXFP8 by the round-up rule."""
+    address = given.x + bytes_of(start)
     for block in cutlass.range_constexpr(config.blocks1):
         loaded = words.load16_if(address, 2 * BLOCK * block, valid)
         for i in cutlass.range_constexpr(WORDS):

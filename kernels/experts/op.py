@@ -22,9 +22,15 @@ SCHEMA = (
     f"{NAME}(Tensor hidden, Tensor topk_weights, Tensor topk_ids, Tensor w13, Tensor? w13_scale, "
     "Tensor w2, Tensor? w2_scale, Tensor? shared_hidden, Tensor[] shared_gate_up, "
     "Tensor? shared_down, Tensor? latent_norm_weight, Tensor? up_weight, str activation, "
-    "float beta, float linear_beta, float eps, str rounding, *, str target, str group, "
+    "float beta, float linear_beta, float eps, str rounding, Tensor? shared_row=None, "
+    "Tensor? latent_q=None, Tensor? latent_scale=None, *, str target, str group, "
     "str composition) -> Tensor[]"
 )
+# Positions: the tensors of every form, then the numbers, then what a router has made: the shared
+# expert's hidden row (SiTU of gate and up, BF16 [M, S]) in place of shared_hidden and
+# shared_gate_up, and the MXFP8 of `hidden`, which no composition reads.
+_TENSORS, _NUMBERS = 12, 5
+MADE = ("shared_row", "latent_q", "latent_scale")
 
 
 def _check_routing(hidden: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> None:
@@ -74,14 +80,27 @@ def _check_shared(
     shared_hidden: Tensor | None,
     gate_up: Sequence[Tensor],
     down: Tensor | None,
+    row: Tensor | None,
 ) -> None:
-    if (down is None) != (not gate_up) or len(gate_up) > 2:
+    if row is not None and (gate_up or shared_hidden is not None):
         raise ValueError(
-            f"shared_gate_up holds {len(gate_up)} weights and shared_down is "
-            f"{'absent' if down is None else 'given'}; pass one merged or two gate and up weights "
-            "with shared_down, or none of them"
+            "shared_row is given with shared_hidden or shared_gate_up; it is what they make, so "
+            "pass either it or them"
+        )
+    if (down is None) != (not gate_up and row is None) or len(gate_up) > 2:
+        raise ValueError(
+            f"shared_gate_up holds {len(gate_up)} weights, shared_row is "
+            f"{'absent' if row is None else 'given'} and shared_down is "
+            f"{'absent' if down is None else 'given'}; pass one merged or two gate and up weights, "
+            "or the row, with shared_down, or none of them"
         )
     if down is None:
+        return
+    if row is not None:
+        check.rows("shared_row", row, hidden.dtype)
+        check.tokens("shared_row", row, hidden.shape[0])
+        check.weight("shared_down", down, row.shape[1], hidden)
+        check.size("shared_down", down, 0, h, "the hidden size")
         return
     x = hidden if shared_hidden is None else shared_hidden
     check.rows("shared_hidden", x, hidden.dtype)
@@ -92,6 +111,24 @@ def _check_shared(
         check.weight(f"shared_gate_up[{i}]", weight, x.shape[1], x)
         rows = down.shape[1] * 2 // len(gate_up)
         check.size(f"shared_gate_up[{i}]", weight, 0, rows, "gate and up rows for shared_down")
+
+
+def _check_quantized(
+    hidden: Tensor, w13_scale: Tensor | None, latent_q: Tensor | None, latent_scale: Tensor | None
+) -> None:
+    if (latent_q is None) != (latent_scale is None):
+        raise ValueError("pass both of latent_q and latent_scale (MXFP8 of hidden), or neither")
+    if latent_q is None or latent_scale is None:
+        return
+    if w13_scale is None:
+        raise ValueError("latent_q is given for unquantised experts, which read hidden; leave it")
+    columns = hidden.shape[1]
+    for name, tensor, width in (
+        ("latent_q", latent_q, columns), ("latent_scale", latent_scale, columns // BLOCK)
+    ):  # fmt: skip
+        check.rows(name, tensor, torch.uint8)
+        check.tokens(name, tensor, hidden.shape[0])
+        check.size(name, tensor, 1, width, "the columns of hidden, one scale for 32")
 
 
 def _specs(
@@ -112,6 +149,9 @@ def _specs(
     linear_beta: float,
     eps: float,
     rounding: str,
+    shared_row: Tensor | None = None,
+    latent_q: Tensor | None = None,
+    latent_scale: Tensor | None = None,
 ) -> list[Spec]:
     _check_routing(hidden, topk_weights, topk_ids)
     _check_routed(hidden, w13, w13_scale, w2, w2_scale)
@@ -121,7 +161,8 @@ def _specs(
     if up_weight is not None:
         check.weight("up_weight", up_weight, h, hidden)
         h = up_weight.shape[0]
-    _check_shared(hidden, h, shared_hidden, shared_gate_up, shared_down)
+    _check_shared(hidden, h, shared_hidden, shared_gate_up, shared_down, shared_row)
+    _check_quantized(hidden, w13_scale, latent_q, latent_scale)
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r}; known: {', '.join(ACTIVATIONS)}")
     check.flags("rounding", rounding, reference.ROUNDING)
@@ -141,11 +182,13 @@ def _check_ids(topk_ids: Tensor, experts: int) -> None:
 
 def _run(*arguments: Any, target: str, group: str, composition: str) -> list[Tensor]:
     specs = _specs(*arguments)
-    tensors, (name, beta, linear_beta, eps, rounding) = arguments[:12], arguments[12:]
+    tensors, numbers = arguments[:_TENSORS], arguments[_TENSORS : _TENSORS + _NUMBERS]
+    made = dict(zip(MADE, arguments[_TENSORS + _NUMBERS :], strict=False))
+    name, beta, linear_beta, eps, rounding = numbers
     hidden, _, topk_ids, w13 = tensors[:4]
     activation = reference.Activation(name, beta, linear_beta)
     flags = check.flags("rounding", rounding, reference.ROUNDING)
-    given = Operands(*tensors)
+    given = Operands(*tensors, **made)
     _check_ids(topk_ids, w13.shape[0])
     return dispatch.run(
         TABLE,
@@ -153,10 +196,12 @@ def _run(*arguments: Any, target: str, group: str, composition: str) -> list[Ten
         target=target,
         m=hidden.shape[0],
         composition=composition,
-        inputs=dispatch.operands(experts, tensors),
+        inputs=dispatch.operands(experts, arguments[: _TENSORS + _NUMBERS + 1]),
         specs=specs,
         reference=lambda: [
-            reference.experts(*tensors, activation=activation, eps=eps, rounding=flags, group=group)
+            reference.experts(
+                *tensors, activation=activation, eps=eps, rounding=flags, group=group, **made
+            )
         ],
         kernel=lambda row: [launch(row, target, group, given, activation, eps, flags)],
         misfit=lambda row: misfit(row, target, given, activation),

@@ -9,8 +9,12 @@ import torch
 from torch import Tensor
 
 from k3fuse.kernels.common.collective import all_reduce
-from k3fuse.kernels.common.microscaling import dequantize_mxfp4, round_mxfp8
-from k3fuse.kernels.common.numerics import activate, linear, rms_norm
+from k3fuse.kernels.common.microscaling import (
+    dequantize_mxfp4,
+    dequantize_mxfp8,
+    round_mxfp8,
+)
+from k3fuse.kernels.common.numerics import activate, gated_row, linear, rms_norm
 
 # round_before_weight: the normalised latent is rounded, then multiplied by the norm's weight.
 # hidden_floor: the MXFP8 scale of the activated hidden row takes the floor rule, as vLLM's TP8
@@ -48,13 +52,15 @@ def expert_mxfp4(
     w2_scale: Tensor,
     activation: Activation,
     hidden_floor: bool,
+    rounded: Tensor | None = None,
 ) -> Tensor:
     """Rows x [R, L] through one MXFP4 expert; packed w13 [2I, L/2], w2 [L, I/2]; -> [R, L].
 
     Rows and activated rows go through MXFP8; gate and up stay FP32; the result is rounded to the
-    dtype of x.
+    dtype of x. rounded: x after MXFP8, FP32, where somebody has rounded it.
     """
-    gate_up = round_mxfp8(x) @ dequantize_mxfp4(w13, w13_scale).t()
+    rounded = round_mxfp8(x) if rounded is None else rounded
+    gate_up = rounded @ dequantize_mxfp4(w13, w13_scale).t()
     gate, up = gate_up.chunk(2, dim=-1)
     hidden = round_mxfp8(activation(gate, up), hidden_floor)
     return (hidden @ dequantize_mxfp4(w2, w2_scale).t()).to(x.dtype)
@@ -69,9 +75,17 @@ def routed_rows(
     w2_scale: Tensor | None,
     activation: Activation,
     hidden_floor: bool,
+    quantized: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Expert results [M, k, L] of hidden [M, L], one row per token and slot, before the weights."""
+    """Expert results [M, k, L] of hidden [M, L], one row per token and slot, before the weights.
+
+    quantized: E4M3 [M, L] and E8M0 [M, L/32] of hidden, uint8, read in its place.
+    """
     rows = hidden.new_zeros((*topk_ids.shape, hidden.shape[-1]))
+    rounded = None
+    if quantized is not None:
+        values, scales = quantized
+        rounded = dequantize_mxfp8(values.view(torch.float8_e4m3fn), scales)
     for expert in torch.unique(topk_ids).tolist():
         token, slot = (topk_ids == expert).nonzero(as_tuple=True)
         x = hidden[token]
@@ -86,6 +100,7 @@ def routed_rows(
                 w2_scale[expert],
                 activation,
                 hidden_floor,
+                None if rounded is None else rounded[token],
             )
         rows[token, slot] = result
     return rows
@@ -106,11 +121,8 @@ def shared_expert(
 
     `gate_up` is one merged weight [2S, H] or the two weights [S, H]; down [H, S].
     """
-    if len(gate_up) == 1:
-        gate, up = linear(x, gate_up[0]).chunk(2, dim=-1)
-    else:
-        gate, up = linear(x, gate_up[0]), linear(x, gate_up[1])
-    return linear(activation(gate, up).to(x.dtype), down)
+    row = gated_row(x, gate_up, activation.name, activation.beta, activation.linear_beta)
+    return linear(row, down)
 
 
 def experts(
@@ -131,12 +143,19 @@ def experts(
     eps: float,
     rounding: frozenset[str],
     group: str,
+    shared_row: Tensor | None = None,
+    latent_q: Tensor | None = None,
+    latent_scale: Tensor | None = None,
 ) -> Tensor:
     """delta [M, H]: routed experts -> all-reduce -> (norm) -> (up) + all-reduced shared expert.
 
     hidden [M, L] feeds the routed experts; the shared expert reads shared_hidden [M, H], or hidden
-    where that is None. Without a latent norm or an up-projection these steps are skipped.
+    where that is None; or its hidden row is given as shared_row [M, S]. Without a latent norm or an
+    up-projection these steps are skipped. latent_q, latent_scale: as `quantized` of `routed_rows`.
     """
+    quantized = None
+    if latent_q is not None and latent_scale is not None:
+        quantized = latent_q, latent_scale
     rows = routed_rows(
         hidden,
         topk_ids,
@@ -146,6 +165,7 @@ def experts(
         w2_scale,
         activation,
         "hidden_floor" in rounding,
+        quantized,
     )
     delta = all_reduce(weighted_sum(rows, topk_weights), group)
     if latent_norm_weight is not None:
@@ -155,5 +175,7 @@ def experts(
         delta = linear(delta, up_weight)
     if shared_down is None:
         return delta
+    if shared_row is not None:
+        return delta + all_reduce(linear(shared_row, shared_down), group)
     x = hidden if shared_hidden is None else shared_hidden
     return delta + all_reduce(shared_expert(x, shared_gate_up, shared_down, activation), group)

@@ -115,6 +115,48 @@ def through_fp8(low: Any, high: Any, down: Any, up_low: Any, down_high: Any, up_
     return ptx.asm(code, [Int32], low, high, down, up_low, down_high, up_high, pure=True)
 
 
+# A byte of E4M3 at the top of half a word: its sign is BF16's, its other seven bits go to 10..4,
+# where they are 2**-120 times the value, subnormal where it is.
+_E4M3_BITS, _E4M3_POWER = "0x07F007F0", "0x7B807B80"
+
+
+def decode_fp8(low: Any, high: Any, up: Any) -> Any:
+    """Eight E4M3 values as four pairs of BF16, 0 and 4, 1 and 5, ...: times `up`, a pair of BF16.
+
+    low, high: words of values 0..3 and 4..7. Exact; NaN where `up` is.
+    """
+    lines = []
+    for place in range(4):
+        # Bytes 1 and 3 are what is wanted; the others are masked.
+        choice = (4 + place) << 12 | place << 4
+        lines.append(
+            f"prmt.b32 a, $4, $5, {choice}; shr.u32 b, a, 4; and.b32 b, b, {_E4M3_BITS};"
+            f" lop3.b32 a, a, {_SIGN}, b, 0xEA; mul.rn.bf16x2 a, a, p;"
+            f" mul.rn.bf16x2 ${place}, a, $6;"
+        )
+    code = f"{{ .reg .b32 a, b, p; mov.b32 p, {_E4M3_POWER}; " + " ".join(lines) + " }"
+    return ptx.asm(code, [Int32] * 4, low, high, up, pure=True)
+
+
+def scale_pair(word: Any, place: int) -> Any:
+    """2**(s-127) twice, as a pair of BF16, for the E8M0 byte `place` of a word; NaN for 255."""
+    code = (
+        f"{{ .reg .b32 a, b; .reg .pred p, q; bfe.u32 a, $1, {8 * place}, 8; shl.b32 b, a, 7;"
+        " setp.eq.u32 p, a, 0; selp.b32 b, 0x40, b, p;"
+        " setp.eq.u32 q, a, 255; selp.b32 b, 0x7FFF, b, q; prmt.b32 $0, b, 0, 0x1010; }"
+    )
+    return ptx.asm(code, [Int32], word, pure=True)
+
+
+def load8_if(address: Any, offset: int, valid: Any) -> Any:
+    """8 bytes as two words where `valid` is not 0, else zeros."""
+    code = (
+        "{ .reg .pred p; setp.ne.s32 p, $3, 0; mov.b32 $0, 0; mov.b32 $1, 0;"
+        f" @p ld.global.v2.b32 {{$0,$1}}, [$2+{offset}]; }}"
+    )
+    return ptx.asm(code, [Int32] * 2, address, valid)
+
+
 def load16_if(address: Any, offset: int, valid: Any) -> Any:
     """16 bytes as four words where `valid` is not 0, else zeros."""
     code = (

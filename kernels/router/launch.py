@@ -15,38 +15,56 @@ from torch import Tensor
 from k3fuse.kernels.build.errors import VariantError
 from k3fuse.kernels.build.variant import Variant
 from k3fuse.kernels.common.exchange import Workspace, workspace
-from k3fuse.kernels.common.operands import ALIGNMENT, address, pitch, readable
+from k3fuse.kernels.common.operands import ALIGNMENT, address, float_bits, pitch, readable
 from k3fuse.kernels.common.policy import Row, chip_of
 from k3fuse.kernels.common.runtime import RUNTIME, Runtime
 from k3fuse.kernels.router import route_launch
 from k3fuse.kernels.router.front_builder import BUILDER, config_of
 from k3fuse.kernels.router.layout import FrontMailbox
 from k3fuse.kernels.router.policy import REPLICATED
+from k3fuse.kernels.router.reference import Shared
 from k3fuse.kernels.router.route_launch import Form, Rows
 
 
 @lru_cache(maxsize=256)
 def front_variant(
-    row: Row, target: str, k: int, experts: int, latent: int, multicast: bool
+    row: Row, target: str, k: int, experts: int, latent: int, multicast: bool, shared: int = 0
 ) -> Variant:
-    """The front kernel of a policy row. latent: 0 for none.
+    """The front kernel of a policy row. latent, shared: 0 for none.
 
     Raises VariantError for sizes outside the kernel.
     """
     arch, tp = chip_of(target)
-    shape = {"m": row.m_max, "tp": tp, "k": k, "experts": experts, "latent": latent}
+    shape = {
+        "m": row.m_max,
+        "tp": tp,
+        "k": k,
+        "experts": experts,
+        "latent": latent,
+        "shared": shared,
+    }
     tuning = {"multicast": int(multicast), "replicated": int(row.kernel == REPLICATED)}
     return BUILDER.variant(arch, shape, tuning)
 
 
 def misfit(
-    row: Row, target: str, form: Form, x: Tensor, gate: Tensor, latent: Tensor | None
+    row: Row,
+    target: str,
+    form: Form,
+    x: Tensor,
+    gate: Tensor,
+    latent: Tensor | None,
+    shared: Shared | None = None,
 ) -> str:
     """Why the kernels cannot serve these operands, "" where they can.
 
     x [M, K] of any stride, weights [E, K] and [L, K].
     """
     weights = {"gate_weight": gate} | ({} if latent is None else {"latent_weight": latent})
+    if shared is not None:
+        weights |= {f"shared_gate_up[{i}]": w for i, w in enumerate(shared.weights)}
+        if shared.activation != "situ":
+            return f"activation is {shared.activation!r}, the front kernel computes 'situ'"
     for name, tensor in {"x": x, **weights}.items():
         if tensor.dtype != torch.bfloat16:
             return f"{name} is {tensor.dtype}, the kernel takes torch.bfloat16"
@@ -56,7 +74,8 @@ def misfit(
         if weight.data_ptr() % ALIGNMENT:
             return f"{name} starts at no multiple of {ALIGNMENT} bytes"
     try:
-        front_variant(row, target, x.shape[1], form.experts, form.latent, True)
+        columns = 0 if shared is None else shared.columns
+        front_variant(row, target, x.shape[1], form.experts, form.latent, True, columns)
     except VariantError as error:
         return str(error)
     return route_launch.misfit(target, x.shape[0], form)
@@ -71,6 +90,7 @@ def launch(
     gate: Tensor,
     latent: Tensor | None,
     *,
+    shared: Shared | None = None,
     bias: Tensor | None = None,
     scale: float = 1.0,
     eps: float = 0.0,
@@ -80,13 +100,17 @@ def launch(
     """Run a policy row's kernels on operands without a `misfit`; returns what `route_launch` does.
 
     x [M, K] may have any stride: rows that cannot be read in place are copied. The weights are the
-    whole ones; each rank reads its rows of them. Raises ExchangeError, LaunchError.
+    whole ones; each rank reads its rows of them. shared: gate and up of this rank's shared expert,
+    whose hidden row [M, S] comes behind the latent row. Raises ExchangeError, LaunchError.
     """
     _, tp = chip_of(target)
     layout = FrontMailbox(tp, form.experts, form.latent)
     mailboxes = (space or partial(workspace, layout=layout))(group, tp)
     rows = readable(x)
-    chosen = front_variant(row, target, x.shape[1], form.experts, form.latent, mailboxes.multicast)
+    columns = 0 if shared is None else shared.columns
+    chosen = front_variant(
+        row, target, x.shape[1], form.experts, form.latent, mailboxes.multicast, columns
+    )
     values = {
         "x": address(rows),
         "mailbox": mailboxes.own,
@@ -98,9 +122,20 @@ def launch(
         "rank": mailboxes.rank,
         "x_pitch": pitch(rows),
     }
+    made = []
+    if shared is not None:
+        made = [x.new_empty(x.shape[0], columns)]
+        gate_rows, up_rows = shared.halves
+        values |= {
+            "shared_gate": address(gate_rows), "shared_up": address(up_rows),
+            "hidden": address(made[0]), "beta": float_bits(shared.beta),
+            "linear_beta": float_bits(shared.linear_beta),
+        }  # fmt: skip
     config = config_of(chosen)
     runtime.kernel(chosen)(*(values[name] for name in (*config.addresses, *config.sizes)))
     published = Rows(mailboxes.own, layout)
-    return route_launch.launch(
+    found = route_launch.launch(
         target, x.shape[0], form, published, x, bias=bias, scale=scale, eps=eps, runtime=runtime
     )
+    place = 2 + (latent is not None)
+    return [*found[:place], *made, *found[place:]]

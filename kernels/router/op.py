@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from k3fuse.kernels.common import check, dispatch
 from k3fuse.kernels.common.dispatch import Spec
 from k3fuse.kernels.common.library import register
 from k3fuse.kernels.common.microscaling import BLOCK
+from k3fuse.kernels.common.numerics import ACTIVATIONS
 from k3fuse.kernels.router import reference
 from k3fuse.kernels.router.launch import launch, misfit
 from k3fuse.kernels.router.policy import TABLE
@@ -26,8 +29,9 @@ ROUTER = "router"
 ROUTER_SCHEMA = (
     f"{ROUTER}(Tensor x, Tensor gate_weight, Tensor? correction_bias, Tensor? latent_weight, "
     "int top_k, str scoring, bool renormalize, float scale, float renorm_eps, "
-    "ScalarType weights_dtype, *, bool quantize=False, str target, str group, str composition) "
-    "-> Tensor[]"
+    "ScalarType weights_dtype, Tensor[]? shared_gate_up=None, str activation='', float beta=0.0, "
+    "float linear_beta=0.0, *, bool quantize=False, bool plan=False, str target, str group, "
+    "str composition) -> Tensor[]"
 )
 
 
@@ -85,6 +89,29 @@ def _fake_front(
     return [spec.empty(x) for spec in _front_specs(x, gate_weight, latent_weight)]
 
 
+def _shared(
+    gate_up: Sequence[Tensor] | None, activation: str, beta: float, linear_beta: float
+) -> reference.Shared | None:
+    """The op's shared expert; None without its weights."""
+    return reference.Shared(gate_up, activation, beta, linear_beta) if gate_up else None
+
+
+def _shared_specs(x: Tensor, shared: reference.Shared) -> list[Spec]:
+    weights, name = shared.weights, "shared_gate_up"
+    if len(weights) > 2:
+        raise ValueError(f"{name} holds {len(weights)} weights; pass one merged, or gate and up")
+    for i, weight in enumerate(weights):
+        check.weight(f"{name}[{i}]", weight, x.shape[1], x)
+        check.size(f"{name}[{i}]", weight, 0, weights[0].shape[0], "gate and up have equal rows")
+    if len(weights) == 1 and weights[0].shape[0] % 2:
+        raise ValueError(f"{name}[0] has {weights[0].shape[0]} rows; merged gate and up have even")
+    if shared.activation not in ACTIVATIONS:
+        raise ValueError(
+            f"activation={shared.activation!r} for shared_gate_up; known: {', '.join(ACTIVATIONS)}"
+        )
+    return [Spec((x.shape[0], shared.columns), x.dtype)]
+
+
 def _router_specs(
     x: Tensor,
     gate_weight: Tensor,
@@ -93,7 +120,9 @@ def _router_specs(
     top_k: int,
     scoring: str,
     weights_dtype: torch.dtype,
+    shared: reference.Shared | None,
     quantize: bool,
+    plan: bool,
 ) -> list[Spec]:
     _, *latent = _front_specs(x, gate_weight, latent_weight)
     experts = gate_weight.shape[0]
@@ -107,7 +136,9 @@ def _router_specs(
         raise TypeError(f"weights_dtype={weights_dtype}; known: {check.FLOATS}")
     shape = (x.shape[0], top_k)
     specs = [Spec(shape, weights_dtype), Spec(shape, torch.int64), *latent]
-    return [*specs, *_quantized_specs(latent)] if quantize else specs
+    specs += _shared_specs(x, shared) if shared is not None else []
+    specs += _quantized_specs(latent) if quantize else []
+    return [*specs, Spec((PLAN_WORDS,), torch.int32)] if plan else specs
 
 
 def _quantized_specs(latent: list[Spec]) -> list[Spec]:
@@ -118,8 +149,7 @@ def _quantized_specs(latent: list[Spec]) -> list[Spec]:
         raise ValueError(
             f"quantize=True with {columns} latent columns; a multiple of {BLOCK} is needed"
         )
-    shapes = (m, columns), (m, columns // BLOCK)
-    return [*(Spec(shape, torch.uint8) for shape in shapes), Spec((PLAN_WORDS,), torch.int32)]
+    return [Spec(shape, torch.uint8) for shape in ((m, columns), (m, columns // BLOCK))]
 
 
 def _run_router(
@@ -133,16 +163,23 @@ def _run_router(
     scale: float,
     renorm_eps: float,
     weights_dtype: torch.dtype,
+    shared_gate_up: Sequence[Tensor] | None = None,
+    activation: str = "",
+    beta: float = 0.0,
+    linear_beta: float = 0.0,
     *,
     quantize: bool = False,
+    plan: bool = False,
     target: str,
     group: str,
     composition: str,
 ) -> list[Tensor]:
     tensors = (x, gate_weight, correction_bias, latent_weight)
+    shared = _shared(shared_gate_up, activation, beta, linear_beta)
+    specs = _router_specs(*tensors, top_k, scoring, weights_dtype, shared, quantize, plan)
     form = _form(
         gate_weight, latent_weight, top_k=top_k, scoring=scoring, renormalize=renormalize,
-        weights_dtype=weights_dtype, bias=correction_bias is not None, quantize=quantize,
+        weights_dtype=weights_dtype, bias=correction_bias is not None, quantize=quantize, plan=plan,
     )  # fmt: skip
     return dispatch.run(
         TABLE,
@@ -150,10 +187,10 @@ def _run_router(
         target=target,
         m=x.shape[0],
         composition=composition,
-        inputs=dispatch.operands(router, tensors),
-        specs=_router_specs(*tensors, top_k, scoring, weights_dtype, quantize),
+        inputs=[*dispatch.operands(router, tensors), *(shared_gate_up or ())],
+        specs=specs,
         reference=lambda: reference.router(
-            *tensors, top_k, scoring, renormalize, scale, renorm_eps, weights_dtype
+            *tensors, top_k, scoring, renormalize, scale, renorm_eps, weights_dtype, shared
         ),
         kernel=lambda row: launch(
             row,
@@ -163,12 +200,13 @@ def _run_router(
             x,
             gate_weight,
             latent_weight,
+            shared=shared,
             bias=correction_bias,
             scale=scale,
             eps=renorm_eps,
         ),
-        misfit=lambda row: misfit(row, target, form, x, gate_weight, latent_weight),
-        complete=reference.quantized if quantize else None,
+        misfit=lambda row: misfit(row, target, form, x, gate_weight, latent_weight, shared),
+        complete=partial(reference.completed, quantize=quantize, plan=plan),
     )
 
 
@@ -183,16 +221,23 @@ def _fake_router(
     scale: float,
     renorm_eps: float,
     weights_dtype: torch.dtype,
+    shared_gate_up: Sequence[Tensor] | None = None,
+    activation: str = "",
+    beta: float = 0.0,
+    linear_beta: float = 0.0,
     *,
     quantize: bool = False,
+    plan: bool = False,
     target: str,
     group: str,
     composition: str,
 ) -> list[Tensor]:
     TABLE.lookup(target, 1)
+    shared = _shared(shared_gate_up, activation, beta, linear_beta)
     specs = _router_specs(
-        x, gate_weight, correction_bias, latent_weight, top_k, scoring, weights_dtype, quantize
-    )
+        x, gate_weight, correction_bias, latent_weight, top_k, scoring, weights_dtype, shared,
+        quantize, plan,
+    )  # fmt: skip
     return [spec.empty(x) for spec in specs]
 
 

@@ -2,14 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from k3fuse.kernels.common.microscaling import quantize_mxfp8
-from k3fuse.kernels.common.numerics import linear, linear_fp32
+from k3fuse.kernels.common.numerics import gated_row, linear, linear_fp32
 from k3fuse.kernels.router.units import expert_plan
 
 SCORINGS = ("sigmoid", "softmax")
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Gate and up of the shared expert on this rank, which read the router's row.
+
+    weights: one merged [2 S, K], or gate and up [S, K]. activation: of `numerics.ACTIVATIONS`.
+    """
+
+    weights: Sequence[Tensor]
+    activation: str
+    beta: float
+    linear_beta: float
+
+    @property
+    def columns(self) -> int:
+        """S, the columns of the shared hidden row."""
+        return self.weights[0].shape[0] * len(self.weights) // 2
+
+    @property
+    def halves(self) -> tuple[Tensor, Tensor]:
+        """Gate and up, views of a merged weight."""
+        gate, up = self.weights[0].chunk(2) if len(self.weights) == 1 else self.weights
+        return gate, up
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The shared hidden row [M, S] of x [M, K]; gate and up are rounded first."""
+        return gated_row(x, self.weights, self.activation, self.beta, self.linear_beta)
 
 
 def router_front(x: Tensor, gate_weight: Tensor, latent_weight: Tensor | None) -> list[Tensor]:
@@ -62,8 +93,9 @@ def router(
     scale: float,
     renorm_eps: float,
     weights_dtype: torch.dtype,
+    shared: Shared | None = None,
 ) -> list[Tensor]:
-    """[weights [M, k], ids [M, k] int64] and latent [M, L] if there is a latent weight.
+    """[weights [M, k], ids [M, k] int64], latent [M, L] if there is a latent weight, shared row.
 
     Selection by score + bias; weights from the score alone: score * scale, over (sum of the k
     scores + renorm_eps) if `renormalize`, FP32, rounded once to `weights_dtype`.
@@ -73,16 +105,19 @@ def router(
     weights = chosen * scale
     if renormalize:
         weights = weights / (chosen.sum(-1, keepdim=True) + renorm_eps)
-    return [weights.to(weights_dtype), ids, *latent]
+    return [weights.to(weights_dtype), ids, *latent, *([shared(x)] if shared is not None else [])]
 
 
-def quantized(outputs: list[Tensor]) -> list[Tensor]:
-    """What `quantize` adds to [weights, ids, latent]: latent_q, latent_scale and the expert plan.
+def completed(outputs: list[Tensor], quantize: bool, plan: bool) -> list[Tensor]:
+    """What the graph does not have, behind [weights, ids, latent, ...].
 
-    latent_q [M, L] and latent_scale [M, L / 32] are uint8: E4M3 and E8M0 by the round-up rule.
+    quantize: latent_q [M, L] and latent_scale [M, L / 32], uint8: E4M3 and E8M0 by the round-up
+    rule. plan: the expert plan.
     """
-    if len(outputs) != 3:
+    if len(outputs) < 2 + quantize:
         return outputs  # not the op's: whoever asked refuses them
-    _, ids, latent = outputs
-    values, scales = quantize_mxfp8(latent)
-    return [*outputs, values.view(torch.uint8), scales, expert_plan(ids)]
+    more = []
+    if quantize:
+        values, scales = quantize_mxfp8(outputs[2])
+        more = [values.view(torch.uint8), scales]
+    return [*outputs, *more, *([expert_plan(outputs[1])] if plan else [])]

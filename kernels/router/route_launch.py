@@ -10,7 +10,7 @@ from torch import Tensor
 
 from k3fuse.kernels.build.errors import VariantError
 from k3fuse.kernels.build.variant import Variant
-from k3fuse.kernels.common.operands import ALIGNMENT, address, float_bits
+from k3fuse.kernels.common.operands import address, dense, float_bits
 from k3fuse.kernels.common.policy import chip_of
 from k3fuse.kernels.common.runtime import RUNTIME, Runtime
 from k3fuse.kernels.router.layout import FrontMailbox
@@ -28,7 +28,8 @@ class Form:
     """What one call does with its rows.
 
     experts, latent: columns, latent 0 for none. top_k: 0 to copy the logits out (gather); then the
-    rest counts for nothing. scoring: of `reference.SCORINGS`. bias: whether there is one.
+    rest counts for nothing. scoring: of `reference.SCORINGS`. bias: whether there is one. quantize:
+    the latent row in MXFP8, too. plan: the expert plan.
     """
 
     experts: int
@@ -39,6 +40,7 @@ class Form:
     weights_dtype: torch.dtype = torch.bfloat16
     bias: bool = False
     quantize: bool = False
+    plan: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def variant(target: str, m: int, form: Form, *, logits: bool, latent: bool) -> V
         config |= {
             "softmax": int(form.scoring == "softmax"), "renormalize": int(form.renormalize),
             "wide": int(form.weights_dtype == torch.float32), "quantize": int(form.quantize),
-            "plan": int(form.quantize and m >= PLAN_FROM),
+            "plan": int(form.plan and m >= PLAN_FROM),
         }  # fmt: skip
     shape = {"m": size, "e": form.experts, "l": form.latent, "k": form.top_k, "tp": tp}
     return BUILDER.variant(arch, shape, config)
@@ -99,8 +101,8 @@ def launch(
     """Run the kernel on `m` tokens; results are made on the device of `like`.
 
     bias [E] is read as FP32. Returns [weights, ids] or, for gather, [logits]; then the latent row
-    where there is one (the plain one as it is); with `quantize` latent_q, latent_scale and the
-    plan, which is filled from PLAN_FROM tokens on. Raises VariantError, LaunchError.
+    where there is one (the plain one as it is); with `quantize` latent_q and latent_scale; with
+    `plan` the plan, which is filled from PLAN_FROM tokens on. Raises VariantError, LaunchError.
     """
     chosen = variant(
         target, m, form, logits=rows.logits is not None, latent=rows.latent is not None
@@ -109,7 +111,7 @@ def launch(
     made = _results(config, form, m, like)
     if rows.latent is not None:
         made["latent"] = rows.latent
-    source = None if bias is None else _plain(bias.float())
+    source = None if bias is None else dense(bias.float())
     values = {
         "mailbox": rows.mailbox, "logits": address(rows.logits), "latent_in": address(rows.latent),
         "bias": address(source), **{name: address(tensor) for name, tensor in made.items()},
@@ -133,18 +135,13 @@ def _results(config: Config, form: Form, m: int, like: Tensor) -> dict[str, Tens
     if config.quantize:
         shapes["latent_q"] = (m, config.latent), torch.uint8
         shapes["latent_scale"] = (m, config.latent // BLOCK), torch.uint8
+    if form.plan:
         shapes["plan"] = (PLAN_WORDS,), torch.int32
     skip = ("latent",) if config.local_latent else ()
     return {
         name: like.new_empty(0 if name in skip else shape, dtype=dtype)
         for name, (shape, dtype) in shapes.items()
     }
-
-
-def _plain(vector: Tensor) -> Tensor:
-    """Contiguous and 16-byte aligned."""
-    fits = vector.is_contiguous() and vector.data_ptr() % ALIGNMENT == 0
-    return vector if fits else vector.clone(memory_format=torch.contiguous_format)
 
 
 _COUNTERS: dict[torch.device, Tensor] = {}

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from k3fuse.kernels.common.microscaling import quantize_mxfp8
+from k3fuse.kernels.common.numerics import gated_row
+
 
 @dataclass
 class Case:
@@ -152,8 +155,12 @@ def router(
     renormalize: bool = True,
     weights_dtype: torch.dtype = torch.float32,
     quantize: bool = False,
+    plan: bool = False,
+    shared: int = 0,
+    merged: bool = True,
 ) -> Case:
-    args = (
+    """shared: columns of the shared expert's hidden row, 0 for none."""
+    args: tuple[Any, ...] = (
         draw.rows(m, k),
         draw.weight(e, k),
         0.1 * draw.randn(e, dtype=torch.float32) if bias else None,
@@ -165,7 +172,10 @@ def router(
         1e-20,
         weights_dtype,
     )
-    return Case(K3.router.default, args, {**LOCAL, "quantize": quantize})
+    if shared:
+        rows = [2 * shared] if merged else [shared, shared]
+        args = (*args, [draw.weight(n, k) for n in rows], "situ", 4.0, 25.0)
+    return Case(K3.router.default, args, {**LOCAL, "quantize": quantize, "plan": plan})
 
 
 def experts(
@@ -182,8 +192,12 @@ def experts(
     mxfp4: bool = False,
     activation: str = "situ",
     rounding: str = "",
+    made: bool = False,
 ) -> Case:
-    """With `hidden`, the latent form (norm and up-projection to it); without, latent is hidden."""
+    """With `hidden`, the latent form (norm and up-projection to it); without, latent is hidden.
+
+    made: the shared expert's hidden row and the MXFP8 rows are given, as a router makes them.
+    """
     s13 = s2 = None
     if mxfp4:
         w13, s13 = draw.mxfp4(e, 2 * inner, latent)
@@ -213,7 +227,17 @@ def experts(
         1e-5,
         rounding,
     )
-    return Case(K3.experts.default, args, dict(LOCAL))
+    case = Case(K3.experts.default, args, dict(LOCAL))
+    return handed_over(case) if made else case
+
+
+def handed_over(case: Case) -> Case:
+    """The same call of `experts`, with what a router makes of its rows."""
+    args = list(case.args)
+    row = gated_row(args[7], args[8], *args[12:15])
+    values, scales = quantize_mxfp8(args[0])
+    args[7], args[8] = None, []
+    return Case(case.op, (*args, row, values.view(torch.uint8), scales), case.kwargs)
 
 
 def tail(draw: Draw, m: int, latent: int, h: int) -> Case:
@@ -279,7 +303,25 @@ FORMS: dict[str, Builder] = {
         d, m, d.pick(1, 20), d.pick(4, 40), d.pick(1, 9), d.pick(1, 4)
     ),
     "router/quantized": lambda d, m: router(
-        d, m, d.pick(1, 20), d.pick(4, 40), 32 * d.pick(1, 3), d.pick(1, 4), quantize=True
+        d,
+        m,
+        d.pick(1, 20),
+        d.pick(4, 40),
+        32 * d.pick(1, 3),
+        d.pick(1, 4),
+        quantize=True,
+        plan=True,
+    ),
+    "router/shared": lambda d, m: router(
+        d,
+        m,
+        d.pick(1, 20),
+        d.pick(4, 40),
+        32 * d.pick(1, 2),
+        d.pick(1, 4),
+        quantize=True,
+        shared=d.pick(1, 9),
+        merged=bool(d.pick(0, 1)),
     ),
     "router/plain": lambda d, m: router(
         d,
@@ -303,6 +345,18 @@ FORMS: dict[str, Builder] = {
         hidden=d.pick(1, 40),
         shared=8,
         mxfp4=True,
+    ),
+    "experts/made": lambda d, m: experts(
+        d,
+        m,
+        32 * d.pick(1, 2),
+        32,
+        d.pick(2, 5),
+        2,
+        hidden=d.pick(1, 40),
+        shared=8,
+        mxfp4=True,
+        made=True,
     ),
     "experts/bf16": lambda d, m: experts(
         d,

@@ -189,7 +189,7 @@ REFUSALS: dict[str, tuple[Case, type[Exception], str]] = {
     "shared down without gate": (
         _replace(experts(Draw(1), 2, 4, 4, 2, 1, shared=4), 8, []),
         ValueError,
-        r"shared_gate_up holds 0 weights and shared_down is given",
+        r"shared_gate_up holds 0 weights, shared_row is absent and shared_down is given",
     ),
     "other M": (
         _replace(tail(Draw(1), 2, 4, 4), 1, torch.zeros(3, 4, dtype=torch.bfloat16)),

@@ -22,7 +22,7 @@ from k3fuse.kernels.simulator import Fresh, Inside
 
 TARGET = "gb300:tp8"
 LATENT = 3584
-K3 = Form(E, LATENT, 16, "sigmoid", True, torch.bfloat16, bias=True, quantize=True)
+K3 = Form(E, LATENT, 16, "sigmoid", True, torch.bfloat16, bias=True, quantize=True, plan=True)
 
 
 class Recorder:

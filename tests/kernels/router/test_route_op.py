@@ -21,7 +21,7 @@ TOP_K = 4
 
 
 def _case(m: int, target: str = "reference", composition: str = "") -> Case:
-    case = router(Draw(m), m, 16, 40, 64, TOP_K, quantize=True)
+    case = router(Draw(m), m, 16, 40, 64, TOP_K, quantize=True, plan=True)
     case.kwargs |= {"target": target, "composition": composition}
     return case
 
@@ -30,7 +30,7 @@ def _case(m: int, target: str = "reference", composition: str = "") -> Case:
 def test_the_reference_adds_what_the_experts_read(m: int) -> None:
     case = _case(m)
     weights, ids, latent, values, scales, plan = case()
-    plain = Case(case.op, case.args, {**case.kwargs, "quantize": False})()
+    plain = Case(case.op, case.args, {**case.kwargs, "quantize": False, "plan": False})()
     for got, wanted in zip((weights, ids, latent), plain, strict=True):
         assert torch.equal(got, wanted)
     back = dequantize_mxfp8(values.view(torch.float8_e4m3fn), scales)
@@ -64,7 +64,7 @@ def test_the_composition_is_completed() -> None:
     for m in (5, 65):
         case = _case(m, "gb300:tp8", text)
         got = case()
-        wanted = reference.quantized(reference.router(*case.args))
+        wanted = reference.completed(reference.router(*case.args), quantize=True, plan=True)
         assert len(got) == 6
         for a, b in zip(got, wanted, strict=True):
             assert torch.equal(a, b)
