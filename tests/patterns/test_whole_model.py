@@ -56,6 +56,7 @@ def test_rewritten_model_equals_the_original(
     for rank in ranks:
         assert rank["found"] == KimiK3Config.small().expected_sites()
         assert rank["graphs"] == 1
+        assert rank["hand_overs"] == rank["found"]["experts"]
         assert rank["tokens"] == 3 * tokens
         assert rank["distinct"] > 8, "a model that repeats one token proves nothing"
         assert rank["equal_tokens"] == rank["tokens"]

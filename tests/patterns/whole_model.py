@@ -102,6 +102,7 @@ def main(size: int, rank: int, tokens: int, form: str, inner: str, store: str, o
         "distinct": int(expected.unique().numel()),
         "found": found,
         "graphs": len(backend.reports()),
+        "hand_overs": sum(s.hand_over is not None for s in report.sites) // 2,
         "hash": report.site_hash(),
         "worst": compare(model, compiled),
     }

@@ -83,7 +83,7 @@ def test_the_model_at_real_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     from k3fuse.rewriter.target import Target
 
     monkeypatch.setattr(values, "MAX_BYTES", 40 * 2**20)
-    graph = build(SourceRequest(Target.parse("gb300:tp8"), 8, 2, "list"))[0]
+    graph = build(SourceRequest(Target.parse("gb300:tp8"), 8, 3, "list"))[0]
     report = run(graph.module, "gb300:tp8", plan=True, groups=graph.groups, validate="values")
     assert {r.code.value for s in report.sites for r in s.reasons} == {"VALUES_UNCHECKED"}
     assert "experts" in {s.pattern for s in report.sites if s.outcome == "refused"}
