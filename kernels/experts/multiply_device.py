@@ -148,21 +148,24 @@ def fragments(
     column = warp * Int32(config.blocks1 * BLOCK) + lane % Int32(4) * Int32(UNIT)
     token = pair // Int32(config.top_k)
     if cutlass.const_expr(config.mxfp8):
-        decode(config, given, x, token, column, warp, valid)
+        decode(config, given, x, token, column, warp, lane, valid)
     else:
         round_rows(config, given, x, token * given.x_pitch + column, valid)
 
 
 def decode(
-    config: Config, given: Any, x: Any, token: Any, column: Any, warp: Any, valid: Any
+    config: Config, given: Any, x: Any, token: Any, column: Any, warp: Any, lane: Any, valid: Any
 ) -> None:
-    """A token's E4M3 values times their scales, which is exact in BF16."""
+    """A token's E4M3 values times their scales, which is exact in BF16.
+
+    Its four lanes load a word of the warp's scales each, at most four, and pass them on.
+    """
     address = given.x + (token * Int32(config.latent) + column).to(Int64)
     place = token * Int32(config.scales1) + warp * Int32(config.blocks1)
-    scales = [
-        words.load4_if(given.x_scale + place.to(Int64), 4 * i, valid)
-        for i in range(config.blocks1 // 4)
-    ]
+    count, mine = config.blocks1 // 4, lane % Int32(4)
+    own = ptx.select(mine < Int32(count), valid, Int32(0))
+    word = words.load4_if(given.x_scale + (place + mine * Int32(4)).to(Int64), 0, own)
+    scales = [ptx.shuffle_word_from(word, lane - mine + Int32(i)) for i in range(count)]
     loaded = [words.load8_if(address, BLOCK * i, valid) for i in range(config.blocks1)]
     for block, (low, high) in enumerate(loaded):
         up = words.scale_pair(scales[block // 4], block % 4)

@@ -1,11 +1,13 @@
 """What the router's kernels must do together: cases for `k3fuse kernels check router`.
 
-Front and route kernel in stream order, on all ranks: once with the choice of experts, once with the
-rows copied out, as the op does where the choice is hidden.
+Front and route kernel in stream order, on all ranks: with the choice of experts, with the rows
+copied out, as the op does where the choice is hidden, and with what it makes for the experts: the
+latent row in MXFP8 and the plan, or with the shared expert's hidden row and without the plan.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 
@@ -16,7 +18,7 @@ from k3fuse.kernels.check.case import GARBAGE, Case, CheckTarget, Mutation, Outp
 from k3fuse.kernels.common.geometry import HIDDEN
 from k3fuse.kernels.common.policy import Row
 from k3fuse.kernels.common.tolerances import tolerance
-from k3fuse.kernels.router import front_problem, route_problem
+from k3fuse.kernels.router import front_problem, route_bits, route_problem
 from k3fuse.kernels.router.front_builder import config_of as front_config
 from k3fuse.kernels.router.launch import front_variant
 from k3fuse.kernels.router.layout import EXPERTS, LATENT
@@ -26,8 +28,18 @@ from k3fuse.kernels.router.route_launch import Form
 from k3fuse.kernels.router.route_launch import variant as route_variant
 
 TOP_K = 16
+MXFP8 = "latent_q", "latent_scale"
 # For random schedules and the race checker: a tile or two of each part, two blocks of K a CTA.
-FEW_EXPERTS, FEW_LATENT, FEW_K, SMALL_M = 64, 128, 1024, 2
+FEW_EXPERTS, FEW_LATENT, FEW_SHARED, FEW_K, SMALL_M = 64, 128, 32, 1024, 2
+SHARED = 6144  # columns of Kimi K3's shared hidden row, over all ranks
+# Name -> the form, with the columns of the shared hidden row over all ranks.
+CHOICE = Form(EXPERTS, LATENT, TOP_K, renormalize=True, bias=True)
+FORMS = {
+    "route": (CHOICE, 0),
+    "gather": (Form(EXPERTS, LATENT), 0),
+    "mxfp8": (replace(CHOICE, quantize=True, plan=True), 0),
+    "shared": (replace(CHOICE, quantize=True), SHARED),
+}
 
 
 def cases(target: CheckTarget, m: int) -> tuple[Case, ...]:
@@ -36,9 +48,10 @@ def cases(target: CheckTarget, m: int) -> tuple[Case, ...]:
     if row is None:
         return ()
     found = []
-    for name, top_k in (("route", TOP_K), ("gather", 0)):
-        whole = kernels(row, target, m, EXPERTS, LATENT, HIDDEN, top_k)
-        few = kernels(row, target, m, FEW_EXPERTS, FEW_LATENT, FEW_K, min(top_k, 4))
+    for name, (form, shared) in FORMS.items():
+        whole = kernels(row, target, m, form, HIDDEN, shared // target.tp)
+        less = replace(form, experts=FEW_EXPERTS, latent=FEW_LATENT, top_k=min(form.top_k, 4))
+        few = kernels(row, target, m, less, FEW_K, FEW_SHARED if shared else 0)
         steps = (
             partial(step, *whole, m),
             partial(step, *few, m),
@@ -46,20 +59,18 @@ def cases(target: CheckTarget, m: int) -> tuple[Case, ...]:
         )
         found.append(
             Case("router", f"{name}_{target.name.partition(':')[2]}_m{m}", *steps, waits=True,
-                 garbage=garbage(logits=not top_k))
+                 garbage=garbage(logits=not form.top_k))
         )  # fmt: skip
     return tuple(found)
 
 
 def kernels(
-    row: Row, target: CheckTarget, m: int, experts: int, latent: int, k: int, top_k: int
+    row: Row, target: CheckTarget, m: int, form: Form, k: int, shared: int
 ) -> tuple[Variant, Variant]:
-    """The kernels of one call, in stream order."""
-    form = Form(experts, latent)
-    if top_k:
-        form = Form(experts, latent, top_k, renormalize=True, bias=True)
+    """The kernels of one call, in stream order. shared: columns of a rank's hidden row."""
+    sizes = form.experts, form.latent
     return (
-        front_variant(row, target.name, k, experts, latent, multicast=True),
+        front_variant(row, target.name, k, *sizes, multicast=True, shared=shared),
         route_variant(target.name, m, form, logits=False, latent=False),
     )
 
@@ -76,15 +87,36 @@ def step(front: Variant, route: Variant, m: int, seed: int) -> Step:
     )
     outputs = []
     for name, expected in behind.expected().items():
+        if name in MXFP8:
+            continue  # of the latent row that the kernel has, see `unequal_mxfp8`
         k = problem.config.k if name in ("logits_out", "latent") else 1
         band = tolerance(expected.dtype, k)
         for rank, results in enumerate(behind.results):
-            outputs.append(Output(name, rank, results[name], expected, band))
+            got = results[name].reshape(-1)[: expected.numel()].reshape(expected.shape)
+            outputs.append(Output(name, rank, got, expected, band))
+    for rank, hidden in enumerate(problem.hidden):
+        band = tolerance(hidden.dtype, problem.config.k, 2)
+        outputs.append(Output("hidden", rank, hidden, problem.expected_hidden(rank), band))
     return Step(
         (problem.launch(front), behind.launch(route)),
         tuple(outputs),
-        {"mailboxes armed": behind.disarmed, "ranks equal": behind.unequal},
+        {
+            "mailboxes armed": behind.disarmed,
+            "ranks equal": behind.unequal,
+            "MXFP8 of the latent row": partial(unequal_mxfp8, behind),
+        },
     )
+
+
+def unequal_mxfp8(problem: route_problem.Problem) -> str:
+    """One line where a rank's MXFP8 is not its latent row's, bit by bit; "" where all are."""
+    for rank, results in enumerate(problem.results):
+        if not problem.config.quantize:
+            return ""
+        for name, wanted in zip(MXFP8, route_bits.quantized(results["latent"]), strict=True):
+            if not route_problem.same(results[name], wanted):
+                return f"{name} of rank {rank} is not of its latent row"
+    return ""
 
 
 def through_bf16(result: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

@@ -191,6 +191,61 @@ REFUSALS: dict[str, tuple[Case, type[Exception], str]] = {
         ValueError,
         r"shared_gate_up holds 0 weights, shared_row is absent and shared_down is given",
     ),
+    "row and gate and up": (
+        _replace(
+            experts(Draw(1), 2, 32, 32, 2, 1, hidden=8, shared=4, mxfp4=True, made=True),
+            8,
+            [torch.zeros(8, 8, dtype=torch.bfloat16)],
+        ),
+        ValueError,
+        r"shared_row is given with shared_hidden or shared_gate_up",
+    ),
+    "values without scales": (
+        _replace(
+            experts(Draw(1), 2, 32, 32, 2, 1, hidden=8, shared=4, mxfp4=True, made=True), 19, None
+        ),
+        ValueError,
+        r"pass both of latent_q and latent_scale",
+    ),
+    "scales of other columns": (
+        _replace(
+            experts(Draw(1), 2, 64, 32, 2, 1, hidden=8, shared=4, mxfp4=True, made=True),
+            19,
+            torch.zeros(2, 1, dtype=torch.uint8),
+        ),
+        ValueError,
+        r"latent_scale has shape \(2, 1\); dim 1 must be 2",
+    ),
+    "row of other columns": (
+        _replace(
+            experts(Draw(1), 2, 32, 32, 2, 1, hidden=8, shared=4, mxfp4=True, made=True),
+            17,
+            torch.zeros(2, 5, dtype=torch.bfloat16),
+        ),
+        ValueError,
+        r"shared_down has shape \(8, 4\); dim 1 must be 5",
+    ),
+    "three gate and up": (
+        _replace(
+            router(Draw(1), 2, 4, 4, 4, 2, shared=3),
+            10,
+            3 * [torch.zeros(6, 4, dtype=torch.bfloat16)],
+        ),
+        ValueError,
+        r"shared_gate_up holds 3 weights",
+    ),
+    "odd gate and up": (
+        _replace(
+            router(Draw(1), 2, 4, 4, 4, 2, shared=3), 10, [torch.zeros(5, 4, dtype=torch.bfloat16)]
+        ),
+        ValueError,
+        r"shared_gate_up\[0\] has 5 rows; merged gate and up have even",
+    ),
+    "activation of the router": (
+        _replace(router(Draw(1), 2, 4, 4, 4, 2, shared=3), 11, "gelu"),
+        ValueError,
+        r"activation='gelu' for shared_gate_up; known: situ, silu",
+    ),
     "other M": (
         _replace(tail(Draw(1), 2, 4, 4), 1, torch.zeros(3, 4, dtype=torch.bfloat16)),
         ValueError,

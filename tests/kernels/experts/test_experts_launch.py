@@ -12,6 +12,8 @@ import torch
 from expert_runs import BF16, store
 from torch import Tensor
 
+from k3fuse.kernels.common.microscaling import quantize_mxfp8
+from k3fuse.kernels.common.numerics import gated_row
 from k3fuse.kernels.common.policy import Row
 from k3fuse.kernels.common.tolerances import compare, tolerance
 from k3fuse.kernels.experts import launch as launching
@@ -19,7 +21,7 @@ from k3fuse.kernels.experts import reference
 from k3fuse.kernels.experts.builder import config_of, k3
 from k3fuse.kernels.experts.cases import SITU, kernel, problem
 from k3fuse.kernels.experts.launch import Operands, launch, misfit, partials, variants
-from k3fuse.kernels.experts.policy import EXPERTS, TABLE
+from k3fuse.kernels.experts.policy import EXPERTS, TABLE, TAKING
 from k3fuse.kernels.experts.reference import Activation
 from k3fuse.kernels.simulator import Inside, Launch, simulate_sequence
 from k3fuse.kernels.tail.builder import config_of as tail_config
@@ -81,9 +83,21 @@ def simulate(recorder: Recorder, tensors: list[Tensor]) -> None:
     simulate_sequence(made, ranks=1)
 
 
-def test_the_launches_compute_the_partials(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gate and up, then the experts; the latter may start early, and waits."""
-    given = operands(3)
+def handed_over(given: Operands) -> Operands:
+    """The same call with what a router makes of its rows."""
+    values, scales = quantize_mxfp8(given.hidden)
+    row = gated_row(given.shared_x, given.shared_gate_up, SITU.name, SITU.beta, SITU.linear_beta)
+    return replace(
+        given, shared_hidden=None, shared_gate_up=[], shared_row=row,
+        latent_q=values.view(torch.uint8), latent_scale=scales,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("handed", [False, True])
+def test_the_launches_compute_the_partials(handed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gate and up, then the experts; the latter may start early, and waits. Or these alone."""
+    before = operands(3)
+    given = handed_over(before) if handed else before
     kept: list[Tensor] = []
     empty = Tensor.new_empty
 
@@ -96,9 +110,11 @@ def test_the_launches_compute_the_partials(monkeypatch: pytest.MonkeyPatch) -> N
     runtime: Any = recorder
     assert misfit(ROW, TARGET, given, SITU) == ""
     routed, shared = partials(ROW, TARGET, given, SITU, False, runtime=runtime)
-    assert [variant.op for variant, _ in recorder.launched] == ["shared_gate_up", "experts"]
+    ops = [variant.op for variant, _ in recorder.launched]
+    assert ops == (["experts"] if handed else ["shared_gate_up", "experts"])
     counts = launching.arrivals(given.hidden.device)
     tensors = [*given.weights.values(), given.hidden, given.shared_x, given.topk_ids]
+    tensors += [t for t in (given.latent_q, given.latent_scale) if t is not None]
     simulate(recorder, [*tensors, given.topk_weights, counts, *kept])
     assert given.w13_scale is not None
     assert given.w2_scale is not None
@@ -110,7 +126,7 @@ def test_the_launches_compute_the_partials(monkeypatch: pytest.MonkeyPatch) -> N
     expected = reference.weighted_sum(rows, given.topk_weights)
     assert compare(routed, expected, tolerance(BF16, 896, 2)).ok
     expected = reference.shared_expert(
-        given.shared_x, given.shared_gate_up, given.shared_down, SITU
+        before.shared_x, before.shared_gate_up, given.shared_down, SITU
     )
     assert compare(shared, expected, tolerance(BF16, 1024, 2)).ok
     assert int(counts.abs().max()) == 0
@@ -119,12 +135,16 @@ def test_the_launches_compute_the_partials(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_kernel_for_every_form() -> None:
     given = operands(2, merged=False)
     first, second = variants(ROW, TARGET, given, True)
+    assert first is not None
     assert (first.size("m"), first.size("width")) == (8, SHARED)
     assert [second.tuning(n) for n in ("floor", "float_weights", "wide_ids")] == [1, 0, 1]
     other = replace(given, topk_ids=given.topk_ids.int(), topk_weights=given.topk_weights.float())
     _, second = variants(replace(ROW, m_max=64), TARGET, other, False)
     assert [second.tuning(n) for n in ("floor", "float_weights", "wide_ids")] == [0, 1, 0]
     assert second.size("m") == 64
+    first, second = variants(ROW, TARGET, handed_over(given), False)
+    assert first is None
+    assert (second.tuning("mxfp8"), second.size("shared")) == (1, SHARED)
 
 
 def test_operands_that_do_not_fit_are_named() -> None:
@@ -146,30 +166,35 @@ def test_operands_that_do_not_fit_are_named() -> None:
     ):
         message = misfit(ROW, TARGET, replace(given, **change), SITU)  # type: ignore[arg-type]
         assert re.search(said, message), message
+    assert misfit(ROW, TARGET, handed_over(given), SITU) == ""
+    odd = torch.zeros(2, 193, dtype=BF16)
+    message = misfit(ROW, TARGET, replace(handed_over(given), shared_row=odd), SITU)
+    assert "shared=193" in message
     assert "activation is 'silu'" in misfit(ROW, TARGET, given, Activation("silu", 0.0, 0.0))
     assert misfit(ROW, TARGET, given, SITU) == ""  # the control
 
 
 def test_the_op_ends_with_the_tail() -> None:
-    """Three launches, as the policy says; the tail takes the partials where they were left."""
+    """Three launches, as the policy says, or two; the tail takes the partials as they are left."""
     mapped = SimpleNamespace(multicast=4096, addresses=tuple(range(0, 16 * 4096, 4096)))
     space = SimpleNamespace(own=0, rank=3, multicast=True, mapped=mapped)
-    for m, target in ((2, "gb300:tp8"), (40, TARGET)):
-        row = TABLE.lookup(target, m)
+    for m, target, table in (
+        (2, "gb300:tp8", TABLE), (40, TARGET, TABLE), (2, TARGET, TAKING), (40, TARGET, TAKING),
+    ):  # fmt: skip
+        row = table.lookup(target, m)
         assert row is not None
         recorder = Recorder()
         runtime: Any = recorder
         place: Any = lambda group, tp: space  # noqa: E731
-        given = operands(m)
+        given = operands(m) if table is TABLE else handed_over(operands(m))
         out = launch(
             row, target, "g", given, SITU, 1e-5, {"round_before_weight"}, runtime=runtime,
             space=place,
         )  # fmt: skip
         assert (tuple(out.shape), out.dtype) == ((m, HIDDEN), BF16)
         ops = [variant.op for variant, _ in recorder.launched]
-        assert ops == ["shared_gate_up", "experts", "tail"]
-        assert len(ops) == row.launches
-        _, (made, values), (last, taken) = recorder.launched
+        assert ops == ["shared_gate_up", "experts", "tail"][3 - row.launches :]
+        *_, (made, values), (last, taken) = recorder.launched
         names = config_of(made)
         made_of = dict(zip((*names.addresses, *names.sizes), values, strict=True))
         tail_names = tail_config(last)
@@ -185,5 +210,6 @@ def test_every_token_count_has_kernels_that_hold_it(tp: int) -> None:
         row = TABLE.lookup(f"gb300:tp{tp}", m)
         assert row is not None
         assert (row.kernel, row.launches) == (EXPERTS, 3)
+        assert TAKING.lookup(f"gb300:tp{tp}", m) == replace(row, launches=2)
         assert m <= row.m_max <= max(8, 2 * m)
         config_of(kernel("sm_103a", k3(tp, row.m_max)))

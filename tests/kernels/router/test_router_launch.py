@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from host_ranks import HostRanks, Recorder
 from k3fuse.kernels.common.policy import Row
-from k3fuse.kernels.router import op, reference
+from k3fuse.kernels.router import op, reference, route_bits
 from k3fuse.kernels.router.front_builder import config_of
 from k3fuse.kernels.router.launch import front_variant, launch, misfit
 from k3fuse.kernels.router.layout import FrontMailbox
@@ -39,22 +40,25 @@ def operands(m: int, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def call(
-    ranks: HostRanks, row: Row, form: Form, m: int, seed: int, strided: bool = False
-) -> tuple[list[list[Tensor]], list[Tensor], Any]:
-    """Results of every rank, the operands, and the report of the run."""
+    ranks: HostRanks, row: Row, form: Form, m: int, seed: int, strided: bool = False,
+    shared: list[reference.Shared] | None = None,
+) -> tuple[list[list[Tensor]], list[Tensor], Any]:  # fmt: skip
+    """Results of every rank, the operands, and the report of the run. shared: of each rank."""
     x, gate, latent, bias = operands(m, seed)
     wide = torch.full((m, K + 8), float("nan"), dtype=torch.bfloat16)
     wide[:, :K] = x
     rows = wide[:, :K] if strided else x
 
-    def host(_: int, recorder: Recorder, space: Any) -> list[Tensor]:
+    def host(rank: int, recorder: Recorder, space: Any) -> list[Tensor]:
         runtime: Any = recorder
         return launch(
             row, TARGET, "tp", form, rows, gate, latent, bias=bias if form.bias else None,
-            eps=EPS, runtime=runtime, space=space,
+            eps=EPS, runtime=runtime, space=space, shared=None if shared is None else shared[rank],
         )  # fmt: skip
 
     known = [[wide if strided else x, gate, latent, bias] for _ in range(TP)]
+    for rank, mine in enumerate(shared or ()):
+        known[rank] += mine.weights
     results, report = ranks.step(host, known)
     return results, [x, gate, latent, bias], report
 
@@ -87,6 +91,56 @@ def test_the_launches_of_all_ranks_compute_the_op(multicast: bool, layers: int) 
             assert space.armed()
             assert space.error() is None
             assert int(space.memory.view(torch.int32)[counter]) == turn + 1
+
+
+@pytest.mark.parametrize("merged", [True, False])
+def test_it_makes_what_the_experts_read(merged: bool) -> None:
+    """The shared hidden row of each rank behind the latent row, then MXFP8 of that; two launches.
+
+    All other results have the bits that they have without.
+    """
+    pytest.importorskip("cutlass")
+    m, columns = 3, 16
+    drawn = torch.Generator().manual_seed(1)
+
+    def of_a_rank() -> reference.Shared:
+        whole = (torch.randn(2 * columns, K, generator=drawn) * K**-0.5).bfloat16()
+        halves = [half.clone() for half in whole.chunk(2)]
+        return reference.Shared([whole] if merged else halves, "situ", 4.0, 25.0)
+
+    shared = [of_a_rank() for _ in range(TP)]
+    form = replace(CHOICE, quantize=True)
+    fresh = lambda: HostRanks(TP, multicast=True, layout=FrontMailbox(TP, E, L))  # noqa: E731
+    results, given, report = call(fresh(), row_of(m), form, m, 5, shared=shared)
+    plain, _, _ = call(fresh(), row_of(m), CHOICE, m, 5)
+    assert len(report.launches) == row_of(m).launches == 2
+    for rank, (weights, ids, latent, hidden, values, scales) in enumerate(results):
+        for mine, alone in zip((weights, ids, latent), plain[rank], strict=True):
+            assert torch.equal(mine, alone)
+        assert_close(hidden, shared[rank](given[0]), k=K, roundings=2)
+        assert not torch.equal(hidden, results[rank - 1][3])  # the control: ranks differ
+        assert torch.equal(values, route_bits.quantized(latent)[0])
+        assert torch.equal(scales, route_bits.quantized(latent)[1])
+
+
+def test_shared_weights_that_do_not_fit_are_named() -> None:
+    x, gate, latent, _ = operands(2, 0)
+    whole = torch.zeros(32, K, dtype=torch.bfloat16)
+
+    def said(weights: list[Tensor], activation: str = "situ") -> str:
+        shared = reference.Shared(weights, activation, 4.0, 25.0)
+        return misfit(row_of(2), TARGET, CHOICE, x, gate, latent, shared)
+
+    odd = torch.zeros(32 * K + 8, dtype=torch.bfloat16)[4:-4].view(32, K)
+    for weights, activation, message in (
+        ([whole.float()], "situ", r"shared_gate_up\[0\] is torch.float32"),
+        ([whole, whole.t().contiguous().t()], "situ", r"shared_gate_up\[1\] has strides"),
+        ([odd], "situ", r"shared_gate_up\[0\] starts at no multiple of 16 bytes"),
+        ([whole], "silu", "activation is 'silu', the front kernel computes 'situ'"),
+        ([whole[:6]], "situ", "shared=3"),
+    ):
+        assert re.search(message, said(weights, activation)), said(weights, activation)
+    assert said([whole]) == said([whole, whole]) == ""  # the control
 
 
 @pytest.mark.parametrize("target", ["gb300:tp8", "gb300:tp16"])
