@@ -87,13 +87,12 @@ def step(front: Variant, route: Variant, m: int, seed: int) -> Step:
     )
     outputs = []
     for name, expected in behind.expected().items():
-        if name in MXFP8:
-            continue  # of the latent row that the kernel has, see `unequal_mxfp8`
+        if name in (*MXFP8, "plan"):
+            continue  # of the latent row and the ids that the kernel has made, see `unequal`
         k = problem.config.k if name in ("logits_out", "latent") else 1
         band = tolerance(expected.dtype, k)
         for rank, results in enumerate(behind.results):
-            got = results[name].reshape(-1)[: expected.numel()].reshape(expected.shape)
-            outputs.append(Output(name, rank, got, expected, band))
+            outputs.append(Output(name, rank, results[name], expected, band))
     for rank, hidden in enumerate(problem.hidden):
         band = tolerance(hidden.dtype, problem.config.k, 2)
         outputs.append(Output("hidden", rank, hidden, problem.expected_hidden(rank), band))
@@ -103,19 +102,22 @@ def step(front: Variant, route: Variant, m: int, seed: int) -> Step:
         {
             "mailboxes armed": behind.disarmed,
             "ranks equal": behind.unequal,
-            "MXFP8 of the latent row": partial(unequal_mxfp8, behind),
+            "MXFP8 of the latent row, plan of the ids": partial(unequal, behind),
         },
     )
 
 
-def unequal_mxfp8(problem: route_problem.Problem) -> str:
-    """One line where a rank's MXFP8 is not its latent row's, bit by bit; "" where all are."""
+def unequal(problem: route_problem.Problem) -> str:
+    """One line where what a rank has made of its latent row and ids differs in a bit, else ""."""
     for rank, results in enumerate(problem.results):
-        if not problem.config.quantize:
-            return ""
-        for name, wanted in zip(MXFP8, route_bits.quantized(results["latent"]), strict=True):
-            if not route_problem.same(results[name], wanted):
-                return f"{name} of rank {rank} is not of its latent row"
+        wanted = {}
+        if problem.config.quantize:
+            wanted = dict(zip(MXFP8, route_bits.quantized(results["latent"]), strict=True))
+        if problem.config.plan:
+            wanted["plan"] = route_bits.expert_plan(results["ids"])
+        for name, bits in wanted.items():
+            if not route_problem.same(results[name][: len(bits)], bits):
+                return f"{name} of rank {rank} is not of its rows"
     return ""
 
 
