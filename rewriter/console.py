@@ -90,7 +90,7 @@ def report_text(saved: SavedReport) -> list[Any]:
     counts = d["launches"]
     if any(v is not None for v in counts.values()):
         parts.append(
-            "launches a layer after the rewrite (planned, counted by policy): "
+            "launches a layer after the rewrite (counted by policy): "
             f"KDA {counts['kda_layer']}, MLA {counts['mla_layer']}"
         )
     nodes = d["nodes"]
