@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import json
 import operator
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -44,6 +45,9 @@ _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 _CALLS = ("FloorDiv", "CleanDiv", "CeilDiv", "Mod", "PythonMod", "ModularIndexing", "Max", "Min")
 _POWERS = range(5)  # sizes have small powers; 9**9**9 would not end
 _OPS = ("placeholder", "call_function", "get_attr", "output")
+# These come into the text of the module's forward(), which Python runs: names, and nothing else.
+_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+_ATTRIBUTE = re.compile(r"\w+(\.\w+)*", re.ASCII)
 
 
 def parse_graph(text: str, name: str) -> GraphFile:
@@ -227,6 +231,14 @@ class _Reader:
             raise self._error(where, f"field 'op' is {op!r}, 'target' {target!r}; {_REWRITE}")
         if name in self._nodes:
             raise self._error(where, f"a second node of this name; {_REWRITE}")
+        written = {"placeholder": _NAME, "get_attr": _ATTRIBUTE}.get(op)
+        if written is not None and not written.fullmatch(target):
+            raise self._error(where, f"field 'target' is {target!r}, which is no name; {_REWRITE}")
+        for key in entry.get("kwargs", {}):
+            if not _NAME.fullmatch(key):
+                raise self._error(
+                    where, f"field 'kwargs' has {key!r}, which is no name; {_REWRITE}"
+                )
         field = "target"
         try:
             function = target_from_name(target) if op == "call_function" else target

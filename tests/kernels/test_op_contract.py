@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,53 +29,102 @@ def test_opcheck(form: str, m: int) -> None:
     torch.library.opcheck(case.op, case.args, case.kwargs)
 
 
+def _faked(case: Case) -> Case:
+    """The same call on fake tensors of one mode."""
+    mode = FakeTensorMode()
+
+    def fake(value: Any) -> Any:
+        if isinstance(value, list):
+            return [fake(v) for v in value]
+        return mode.from_tensor(value) if isinstance(value, Tensor) else value
+
+    def op(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return case.op(*args, **kwargs)
+
+    return Case(op, tuple(fake(a) for a in case.args), case.kwargs)
+
+
 def _fake_outputs(case: Case) -> list[Tensor]:
-    with FakeTensorMode() as mode:
+    return _faked(case)()
 
-        def fake(value: Any) -> Any:
-            if isinstance(value, list):
-                return [fake(v) for v in value]
-            return mode.from_tensor(value) if isinstance(value, Tensor) else value
 
-        return Case(case.op, tuple(fake(a) for a in case.args), case.kwargs)()
+def _sharing(case: Case, results: list[Tensor]) -> list[int]:
+    """For each input, then each result: the first of them that has its storage."""
+    storages = [t.untyped_storage()._cdata for t in (*case.tensors(), *results)]
+    return [storages.index(s) for s in storages]
+
+
+def _layout(t: Tensor) -> tuple[Any, ...]:
+    return (t.shape, t.stride(), t.storage_offset(), t.dtype, t.device)
+
+
+def _written(case: Case) -> list[bool]:
+    """For each tensor of the call: whether the schema says that the op writes it."""
+    flags: list[bool] = []
+    schema = getattr(case.op, "_schema", None)
+    for i, arg in enumerate(case.args):
+        info = schema.arguments[i].alias_info if schema is not None else None
+        count = len(Case(None, (arg,)).tensors())
+        flags += [info is not None and info.is_write] * count
+    return flags
 
 
 def _check(case: Case, what: str) -> None:
+    """Run once for real and once on fakes: what is written, the layout and what shares memory."""
     before = [digest(t) for t in case.tensors()]
     versions = [t._version for t in case.tensors()]
     real = case()
-    assert [digest(t) for t in case.tensors()] == before, f"{what}: an input was written"
-    assert [t._version for t in case.tensors()] == versions, f"{what}: an input was touched"
-    fake = _fake_outputs(case)
+    changed = [digest(t) != b for t, b in zip(case.tensors(), before, strict=True)]
+    assert changed == _written(case), f"{what}: an input was written, or was said to be"
+    touched = [t._version != v for t, v in zip(case.tensors(), versions, strict=True)]
+    assert touched == changed, f"{what}: an input was touched"
+    on_fakes = _faked(case)
+    fake = on_fakes()
     assert len(real) == len(fake), what
     for r, f in zip(real, fake, strict=True):
-        assert (r.shape, r.stride(), r.dtype, r.device) == (
-            f.shape,
-            f.stride(),
-            f.dtype,
-            f.device,
-        ), what
-    storages = [t.untyped_storage()._cdata for t in (*case.tensors(), *real)]
-    outputs = storages[len(case.tensors()) :]
-    assert len(set(outputs)) == len(outputs), f"{what}: outputs share memory"
-    assert not set(outputs) & set(storages[: len(case.tensors())]), f"{what}: output is an input"
+        assert _layout(r) == _layout(f), f"{what}: the fake has another layout"
+    shared = _sharing(case, real)
+    assert shared == _sharing(on_fakes, fake), f"{what}: the fake shares other memory"
+    own = range(len(case.tensors()), len(shared))
+    assert shared[own.start :] == list(own), f"{what}: output is an input, or another output"
 
 
-@pytest.mark.parametrize("op", sorted({form.split("/")[0] for form in FORMS}))
-def test_fake_agrees_with_real(op: str) -> None:
+def _generated(op: str, count: int) -> Iterator[tuple[str, Case]]:
+    """Calls of so many different shapes, dtypes and forms, a half of them with strided rows."""
     forms = [form for form in FORMS if form.split("/")[0] == op]
     seen: set[object] = set()
     seed = 0
-    while len(seen) < SHAPES_PER_OP:
+    while len(seen) < count:
         form = forms[seed % len(forms)]
         dtype = (torch.bfloat16, torch.float32, torch.float16)[seed // len(forms) % 3]
         draw = Draw(seed, dtype, strided=bool(seed // 2 % 2))
         m = (0, 1, 2, draw.pick(3, 12), 64)[seed % 5]
         case = FORMS[form](draw, m)
-        _check(case, f"{form} seed {seed} M={m}")
-        seen.add((form, dtype, tuple(t.shape for t in case.tensors())))
+        shape = (form, dtype, tuple(t.shape for t in case.tensors()))
+        if shape not in seen:
+            yield f"{form} seed {seed} M={m}", case
+        seen.add(shape)
         seed += 1
-        assert seed < 4 * SHAPES_PER_OP, "the generator repeats itself"
+        assert seed < 4 * count, "the generator repeats itself"
+
+
+TORCH_OPS = sorted({form.split("/")[0] for form in FORMS})
+
+
+@pytest.mark.parametrize("op", TORCH_OPS)
+def test_fake_agrees_with_real(op: str) -> None:
+    for what, case in _generated(op, SHAPES_PER_OP):
+        _check(case, what)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("op", TORCH_OPS)
+def test_opcheck_over_generated_shapes(op: str) -> None:
+    """torch's own checks of schema, fakes, autograd and AOTAutograd, static and dynamic."""
+    for what, case in _generated(op, SHAPES_PER_OP):
+        failed = torch.library.opcheck(case.op, case.args, case.kwargs, raise_exception=False)
+        assert set(failed.values()) == {"SUCCESS"}, f"{what}: {failed}"
 
 
 def test_the_contract_check_can_fail() -> None:
@@ -84,6 +134,17 @@ def test_the_contract_check_can_fail() -> None:
         _check(Case(lambda t: t.add_(1), (x,)), "writes")
     with pytest.raises(AssertionError, match="output is an input"):
         _check(Case(lambda t: t.view(2, 3), (x,)), "aliases")
+
+    def fakes_do(fake: Any, real: Any) -> Case:
+        is_fake = torch._subclasses.fake_tensor.FakeTensor
+        return Case(lambda t: fake(t) if isinstance(t, is_fake) else real(t), (x,))
+
+    with pytest.raises(AssertionError, match="the fake shares other memory"):
+        _check(fakes_do(lambda t: t.view(2, 3), lambda t: t.clone()), "fake aliases")
+    with pytest.raises(AssertionError, match="the fake has another layout"):
+        _check(fakes_do(lambda t: t.t().contiguous().t(), lambda t: t.clone()), "fake strides")
+    with pytest.raises(AssertionError, match="or was said to be"):
+        _check(Case(torch.ops.aten.zero_.default, (torch.zeros(2),)), "writes what it says")
 
 
 def _replace(case: Case, index: int, value: Any) -> Case:

@@ -189,6 +189,42 @@ def test_a_target_that_is_no_operator_is_refused(target: str, tmp_path: Path) ->
     assert not mark.exists()
 
 
+CODE = "open({mark!r}, 'w')"
+# Where a name of the file comes into the text of the module's forward(); the last three are good.
+NAMES = {
+    "an input's default value": ("placeholder", "q=" + CODE),
+    "an input's annotation": ("placeholder", "q: " + CODE),
+    "an input with a new line": ("placeholder", "q\n" + CODE),
+    "an attribute's path": ("get_attr", 'a") + ' + CODE + ' + ("'),
+    "an attribute with a new line": ("get_attr", "a\n    " + CODE),
+    "an argument's name": ("kwargs", "a=" + CODE + ", b"),
+    "an argument's name with a new line": ("kwargs", "a=1)\n" + CODE + "\nprint(b"),
+    "an input": ("placeholder", "arg7_1"),
+    "an attribute": ("get_attr", "layers.0.weight"),
+    "an argument": ("kwargs", "alpha"),
+}
+
+
+@pytest.mark.parametrize("what", NAMES)
+def test_a_name_of_the_file_is_a_name_and_no_code(what: str, tmp_path: Path) -> None:
+    """FX writes these into Python text as they are, and runs the text when a module is made."""
+    place, text = NAMES[what]
+    mark = tmp_path / "run"
+    document = json.loads(texts()[0])
+    nodes = document["nodes"]
+    first = next(n for n in nodes if n["op"] == "placeholder")
+    last = [n for n in nodes if n["op"] == "placeholder"][-1]
+    text = text.replace("{mark!r}", repr(str(mark)))
+    if place == "placeholder":
+        last["target"] = text
+    elif place == "get_attr":
+        nodes.insert(0, {**copy.deepcopy(first), "name": "c", "op": place, "target": text})
+    else:
+        next(n for n in nodes if "add" in str(n["target"]))["kwargs"] = {text: 1}
+    assert attempt(json.dumps(document)) == ("open(" not in text)
+    assert not mark.exists()
+
+
 @pytest.mark.parametrize(
     "text",
     ["__import__('os')", "s0.__class__", "(lambda: 1)()", "[1][0]", "9**9**9", "s0 if 1 else 2"],
