@@ -32,6 +32,7 @@ from k3fuse.kernels.build.sizes import merged, need
 from k3fuse.kernels.build.variant import Plan, Variant, check_arch, pairs
 from k3fuse.kernels.common.geometry import HIDDEN
 from k3fuse.kernels.common.policy import MAX_M, TP_SIZES
+from k3fuse.kernels.experts.block_config import BlockConfig, fits_block
 from k3fuse.kernels.experts.config import (
     CLUSTER,
     CLUSTERS,
@@ -47,7 +48,10 @@ LATENT, INTER, SHARED = 3584, 3072, 6144
 SHAPE = {"m": 8, "tp": 8, "latent": LATENT, "hidden": HIDDEN, "top_k": TOP_K}
 CONFIG = {
     "clusters": CLUSTERS, "floor": 0, "float_weights": 0, "wide_ids": 1, "shuffled": 0, "mxfp8": 0,
+    "block": 0,
 }  # fmt: skip
+# Architectures with tcgen05, which have the block-scaled engine.
+BLOCK_ARCHS = ("sm_100a", "sm_103a")
 # Architectures without packed FP32 arithmetic.
 SCALAR = ("sm_90a",)
 LATENT_STEP = 16 * CLUSTER * WARPS
@@ -84,8 +88,14 @@ class ExpertsBuilder:
         need(self.op, 1 <= sizes["top_k"] <= TOP_K, "top_k", sizes["top_k"], f"1 to {TOP_K}")
         clusters = tuning["clusters"]
         need(self.op, 1 <= clusters <= CLUSTERS, "clusters", clusters, f"1 to {CLUSTERS}")
-        for flag in ("floor", "float_weights", "wide_ids", "shuffled", "mxfp8"):
+        for flag in ("floor", "float_weights", "wide_ids", "shuffled", "mxfp8", "block"):
             need(self.op, tuning[flag] in (0, 1), flag, tuning[flag], "0 or 1")
+        if tuning["block"]:
+            fits = arch in BLOCK_ARCHS and not tuning["shuffled"]
+            need(self.op, fits, "block", 1, f"0: {arch} has no tcgen05, or weights are shuffled")
+            need(self.op, not tuning["mxfp8"], "mxfp8", 1, "0 with block=1, which rounds x itself")
+            step = "a multiple of 64 up to 512 with block=1"
+            need(self.op, fits_block(latent, inter), "inter", inter, step)
         if sizes["shared"] == 0:
             sizes["hidden"] = 0
         else:
@@ -95,15 +105,15 @@ class ExpertsBuilder:
             step = f"a multiple of {SHARED_STEP}, or 0"
             need(self.op, fits, "shared", sizes["shared"], step)
         made = _config(arch, sizes, tuning)
-        need(self.op, made.stages >= 2, "inter", inter, "a narrower expert: two stages have to fit")
+        need(self.op, made.fits, "inter", inter, "a narrower expert: two stages have to fit")
         return Variant(self.op, made.name, arch, pairs(sizes), pairs(tuning))
 
     def variants(self, arch: str) -> tuple[Variant, ...]:
         """Kimi K3 on 8 and on 16 ranks, for few and for many tokens."""
         return tuple(
-            self.variant(arch, k3(tp, m), {"mxfp8": mxfp8})
+            self.variant(arch, k3(tp, m), tuning)
+            for tuning in ({}, {"mxfp8": 1}, *(({"block": 1},) if arch in BLOCK_ARCHS else ()))
             for tp in TP_SIZES
-            for mxfp8 in (0, 1)
             for m in (8, MAX_M)
         )
 
@@ -113,10 +123,14 @@ class ExpertsBuilder:
 
     def trace(self, variant: Variant) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Return the kernel and stand-ins for its parameters; imports the DSL."""
+        config = config_of(variant)
+        if isinstance(config, BlockConfig):
+            from k3fuse.kernels.experts import block_device
+
+            return block_device.BlockExperts(config), block_device.arguments(config)
         from k3fuse.kernels.common.device.abi import arguments
         from k3fuse.kernels.experts import device
 
-        config = config_of(variant)
         return device.Experts(config), arguments(config.addresses, config.sizes)
 
 
@@ -131,7 +145,8 @@ def config_of(variant: Variant) -> Config:
 
 
 def _config(arch: str, sizes: Mapping[str, int], tuning: Mapping[str, int]) -> Config:
-    return Config(
+    kind = BlockConfig if tuning["block"] else Config
+    return kind(
         **{name: size for name, size in sizes.items() if name != "tp"},
         clusters=tuning["clusters"],
         floor=bool(tuning["floor"]),

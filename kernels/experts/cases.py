@@ -16,11 +16,12 @@ from k3fuse.kernels.common.microscaling import BLOCK, quantize_mxfp8
 from k3fuse.kernels.common.operands import float_bits
 from k3fuse.kernels.common.tolerances import tolerance
 from k3fuse.kernels.experts import reference
+from k3fuse.kernels.experts.block_config import BlockConfig
 from k3fuse.kernels.experts.builder import BUILDER, config_of, k3
 from k3fuse.kernels.experts.config import CLUSTER, WARPS, Config
 from k3fuse.kernels.experts.layouts import shuffled
 from k3fuse.kernels.experts.reference import Activation
-from k3fuse.kernels.simulator import Fresh
+from k3fuse.kernels.simulator import Fresh, TensorMap
 
 BF16 = torch.bfloat16
 SITU = Activation("situ", 4.0, 25.0)
@@ -78,6 +79,8 @@ class Problem:
             "m": self.m, "experts": self.w13.shape[0], "beta": float_bits(beta),
             "linear_beta": float_bits(linear),
         }  # fmt: skip
+        if isinstance(self.config, BlockConfig):
+            found |= block_values(self.config, self.w13, self.w2)
         if self.shared is not None:
             x, down, out = self.shared
             found |= {
@@ -106,7 +109,10 @@ class Problem:
             names = "shared_x", "shared_down", "shared_out"
             found |= {name: t.nbytes for name, t in zip(names, self.shared, strict=True)}
         # Scratch, which another division of the work would not have.
-        return found | {"rows": 0, "arrivals": 0}
+        found |= {"rows": 0, "arrivals": 0}
+        if isinstance(self.config, BlockConfig):
+            found |= {"x8": 0, "x8_scale": 0, "x8_tiles": 0}
+        return found
 
     def expected(self) -> Tensor:
         """The routed partial [m, latent]."""
@@ -120,6 +126,20 @@ class Problem:
         """Whether the counts are zeros again."""
         left = int(self.arrivals.abs().max())
         return "" if left == 0 else f"a count is {left} after the launch"
+
+
+def block_values(config: BlockConfig, w13: Tensor, w2: Tensor) -> dict[str, Value]:
+    """The tensor maps of the block-scaled engine and its scratch, MXFP8 rows of each cluster."""
+    experts = w13.shape[0]
+    size = (config.clusters, config.m)
+    rows = torch.empty(*size, config.latent, dtype=torch.uint8)
+    scales = torch.empty(*size, config.latent // BLOCK, dtype=torch.uint8)
+    tiles = {name: config.tiles(name, experts) for name in config.maps}
+    return {
+        "w13": TensorMap.of(w13, tiles["w13"]), "w2": TensorMap.of(w2, tiles["w2"]),
+        "x8_tiles": TensorMap.of(rows, tiles["x8_tiles"], fresh=True),
+        "x8": Fresh(rows), "x8_scale": Fresh(scales),
+    }  # fmt: skip
 
 
 def exact_linear(x: Tensor, weight: Tensor) -> Tensor:

@@ -122,6 +122,11 @@ class Config:
         return self.rows2 // (TILE * WARPS)
 
     @property
+    def passes(self) -> int:
+        """Times that a warp adds up two columns a lane."""
+        return 1
+
+    @property
     def pitch1(self) -> int:
         """Bytes of a row of FC1 in a stage: 8 rows' words of one column lie in 32 banks."""
         return padded(self.latent // 2, 16)
@@ -296,6 +301,11 @@ class Config:
     def stages(self) -> int:
         """Stages of the ring."""
         return min(MAX_STAGES, (SHARED_LIMIT - self.ring) // self.stage)
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is room for two stages, the least."""
+        return self.stages >= 2
 
     @property
     def shared_memory(self) -> int:

@@ -15,7 +15,8 @@ from cutlass import Float32, Int32, Int64
 
 from k3fuse.kernels.common.device import ptx
 from k3fuse.kernels.common.device.stream import bytes_of
-from k3fuse.kernels.experts import words
+from k3fuse.kernels.experts import block_columns, words
+from k3fuse.kernels.experts.block_config import BlockConfig
 from k3fuse.kernels.experts.config import (
     BLOCK,
     CLUSTER,
@@ -71,8 +72,10 @@ def pair_of(row: Any, line: Any) -> Any:
     return row // Int32(32) * Int32(32) + line * Int32(4) + row % Int32(32) // Int32(8)
 
 
-def own_columns(config: Config, part: Any, warp: Any, lane: Any) -> tuple[Any, Any]:
-    """The first of the lane's two columns of a latent row, and whether it has any."""
+def own_columns(config: Config, part: Any, warp: Any, lane: Any, turn: int = 0) -> tuple[Any, Any]:
+    """The first of the lane's two columns of a latent row in a pass, and whether it has any."""
+    if isinstance(config, BlockConfig):
+        return block_columns.own_columns(config, part, warp, lane, turn)
     run, inside = lane // Int32(LINE), lane % Int32(LINE)
     row = part * Int32(config.rows2) + (run * Int32(WARPS) + warp) * Int32(TILE)
     column = pair_of(row, inside) if config.shuffled else row + inside * Int32(2)
@@ -91,11 +94,12 @@ def clear_rows(
     lane: Int32,
 ) -> None:
     """An entry of ids out of range: its rows are zeros."""
-    column, has = own_columns(config, part, warp, lane)
-    for index in cutlass.range(count, unroll=1):
-        pair = pair_at(config, base, first, index, count)
-        address = given.rows + bytes_of(pair * Int32(config.latent) + column)
-        words.store4_if(address, Int32(0), has)
+    for turn in cutlass.range_constexpr(config.passes):
+        column, has = own_columns(config, part, warp, lane, turn)
+        for index in cutlass.range(count, unroll=1):
+            pair = pair_at(config, base, first, index, count)
+            address = given.rows + bytes_of(pair * Int32(config.latent) + column)
+            words.store4_if(address, Int32(0), has)
 
 
 @cute.jit
@@ -137,7 +141,6 @@ def add_slots(
     lane: Int32,
 ) -> None:
     """The weighted sum of a token's rows over the slots, in order, in FP32; one rounding."""
-    column, has = own_columns(config, part, warp, lane)
     own_slot = ptx.select(lane < Int32(config.top_k), Int32(1), Int32(0))
     slot = token * Int32(config.top_k) + lane
     if cutlass.const_expr(config.float_weights):
@@ -145,15 +148,17 @@ def add_slots(
     else:
         word = words.load2_if(given.weights + bytes_of(slot), own_slot) << Int32(16)
     weight = ptx.as_f32(word)
-    row = given.rows + bytes_of(token * Int32(config.top_k * config.latent) + column)
-    pairs = [words.load4_if(row, 2 * config.latent * slot, has) for slot in range(config.top_k)]
-    total = [Float32(0.0), Float32(0.0)]
-    for slot in cutlass.range_constexpr(config.top_k):
-        factor = ptx.shuffle_from(weight, Int32(slot))
-        values = ptx.unpack([pairs[slot]])
-        total = [sum_ + value * factor for sum_, value in zip(total, values, strict=True)]
-    target = given.routed + bytes_of(token * Int32(config.latent) + column)
-    words.store4_if(target, ptx.pack(total)[0], has)
+    for turn in cutlass.range_constexpr(config.passes):
+        column, has = own_columns(config, part, warp, lane, turn)
+        row = given.rows + bytes_of(token * Int32(config.top_k * config.latent) + column)
+        pairs = [words.load4_if(row, 2 * config.latent * slot, has) for slot in range(config.top_k)]
+        total = [Float32(0.0), Float32(0.0)]
+        for slot in cutlass.range_constexpr(config.top_k):
+            factor = ptx.shuffle_from(weight, Int32(slot))
+            values = ptx.unpack([pairs[slot]])
+            total = [sum_ + value * factor for sum_, value in zip(total, values, strict=True)]
+        target = given.routed + bytes_of(token * Int32(config.latent) + column)
+        words.store4_if(target, ptx.pack(total)[0], has)
     if lane == 0:
         place = (token * Int32(CLUSTER) + part) * Int32(WARPS) + warp
         ptx.store4(given.arrivals + (place * Int32(4)).to(Int64), Int32(0))

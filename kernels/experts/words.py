@@ -297,3 +297,14 @@ def arrive_at(barrier: Any, cta: Any) -> None:
         " mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }"
     )
     ptx.asm(code, [], barrier, cta)
+
+
+def store4_at(address: Any, offset: int, word: Any) -> None:
+    """One word."""
+    ptx.asm(f"st.global.b32 [$0+{offset}], $1;", [], address, word)
+
+
+def store2_at(address: Any, offset: int, word: Any) -> None:
+    """The lower half of a word."""
+    code = f"{{ .reg .b16 l, h; mov.b32 {{l, h}}, $1; st.global.b16 [$0+{offset}], l; }}"
+    ptx.asm(code, [], address, word)

@@ -1,0 +1,119 @@
+"""The thread that multiplies, block-scaled engine. Imports the DSL.
+
+A product of 32 columns applies both scales in the tensor core; sums are FP32 over all columns, in
+order. Scales of W and x go to tensor memory just before: the copies and the products of one thread
+are done in the order in which it issues them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from k3fuse.kernels.common.device import ptx, tcgen05
+from k3fuse.kernels.experts import block_words
+from k3fuse.kernels.experts.block_config import (
+    PIECE,
+    SCALE_COLUMNS,
+    SPAN,
+    STEPS,
+    TILE_BYTES,
+    BlockConfig,
+)
+from k3fuse.kernels.experts.block_fetch_device import place_of
+
+
+def await_stage(config: BlockConfig, base: Any, number: Any) -> tuple[Any, Any]:
+    """Wait for a stage; returns its address and the mbarrier that says it has been multiplied."""
+    slot, stage, parity = place_of(config, base, number)
+    ptx.barrier_wait(base + Int32(config.there) + slot * Int32(8), parity)
+    tcgen05.after_wait()
+    return stage, base + Int32(config.taken) + slot * Int32(8)
+
+
+@cute.jit
+def first(config: cutlass.Constexpr, base: Int32, sums: Int32, entry: Int32, number: Int32) -> None:
+    """FC1 of an entry."""
+    scales = sums + Int32(config.tensor_scales)
+    ptx.barrier_wait(base + Int32(config.scales1_there), entry % Int32(2))
+    if entry > 0:
+        ptx.barrier_wait(base + Int32(config.read1), (entry + Int32(1)) % Int32(2))
+    tcgen05.after_wait()
+    of_w = block_words.piece_descriptor(base + Int32(config.first_scales))
+    of_x = block_words.piece_descriptor(base + Int32(config.token_scales))
+    for step in cutlass.range(config.stages1, unroll=1):
+        stage, taken = await_stage(config, base, number + step)
+        piece = (step * Int32(PIECE >> 4)).to(Int64)
+        block_words.copy_scales(scales, of_w + piece)
+        block_words.copy_scales(scales + Int32(SCALE_COLUMNS), of_x + piece)
+        block_words.multiply(
+            sums, tcgen05.tile_descriptor(stage),
+            tcgen05.tile_descriptor(stage + Int32(TILE_BYTES)), scales,
+            scales + Int32(SCALE_COLUMNS), config.columns1, [(i, i, i) for i in range(STEPS)], step,
+        )  # fmt: skip
+        block_words.commit(taken)
+    block_words.commit(base + Int32(config.product1))
+
+
+@cute.jit
+def second(
+    config: cutlass.Constexpr, base: Int32, sums: Int32, entry: Int32, number: Int32
+) -> None:
+    """FC2 of an entry. A line's products are, in order, those of its rows."""
+    scales = sums + Int32(config.tensor_scales)
+    of_hidden = scales + Int32(2 * SCALE_COLUMNS)
+    ptx.barrier_wait(base + Int32(config.hidden_there), entry % Int32(2))
+    ptx.barrier_wait(base + Int32(config.scales2_there), entry % Int32(2))
+    tcgen05.after_wait()
+    pieces = block_words.piece_descriptor(base + Int32(config.hidden_scales))
+    for block in cutlass.range_constexpr(config.blocks8):
+        block_words.copy_scales(
+            of_hidden + Int32(block * SCALE_COLUMNS), pieces + Int64(block * PIECE >> 4)
+        )
+    of_w = block_words.piece_descriptor(base + Int32(config.second_scales))
+    hidden = tcgen05.tile_descriptor(base + Int32(config.hidden8))
+    for tile in cutlass.range(config.tiles2, unroll=1):
+        for part in cutlass.range_constexpr(config.tile_stages):
+            step = tile * Int32(config.tile_stages) + Int32(part)
+            stage, taken = await_stage(config, base, number + step)
+            block_words.copy_scales(scales, of_w + (step * Int32(PIECE >> 4)).to(Int64))
+            tiles = sums + Int32(config.tensor2) + tile * Int32(config.line_rows * config.tokens)
+            for row, block, steps in products(config, part):
+                block_words.multiply(
+                    tiles + Int32(row * config.tokens), tcgen05.tile_descriptor(stage),
+                    hidden + Int64(block * config.tokens * SPAN >> 4), scales,
+                    of_hidden + Int32(block * SCALE_COLUMNS), config.tokens, steps,
+                    Int32(0 if steps[0][1] == 0 and block == 0 else 1),
+                )  # fmt: skip
+            block_words.commit(taken)
+        block_words.commit(base + Int32(config.product2) + tile * Int32(8))
+
+
+def products(config: BlockConfig, part: int) -> list[tuple[int, int, list[tuple[int, int, int]]]]:
+    """Runs of products of a line's 128 values number `part`: row of the line, block of the hidden
+    row, and the steps within both."""
+    found: list[tuple[int, int, list[tuple[int, int, int]]]] = []
+    for i in range(STEPS):
+        row, step = divmod(part * STEPS + i, config.steps)
+        block, inside = divmod(step, STEPS)
+        if not found or found[-1][:2] != (row, block):
+            found.append((row, block, []))
+        found[-1][2].append((i, inside, inside))
+    return found
+
+
+@cute.jit
+def multiply(config: cutlass.Constexpr, base: Int32, live: Int32) -> None:
+    """All products of this CTA, in the order in which stages are fetched."""
+    sums = ptx.shared_load4(base, config.held)
+    number = Int32(0)
+    for step in cutlass.range(live + Int32(1), unroll=1):
+        if step < live:
+            first(config, base, sums, step, number)
+            number = number + Int32(config.stages1)
+        if step > 0:
+            second(config, base, sums, step - Int32(1), number)
+            number = number + Int32(config.stages2)
