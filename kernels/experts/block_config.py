@@ -38,6 +38,7 @@ TILE_BYTES = MMA_ROWS * SPAN
 MOST_STAGES = 12
 TENSOR_COLUMNS = 512
 SCALE_COLUMNS = 4  # of tensor memory for one piece
+MAP_ALIGNMENT = 32  # of weights: tensor maps of 4-bit values that are spread
 MAX_WIDTH = HALF  # columns of the hidden row of a CTA
 MOST_BLOCKS = 32  # words of scales of a row of x, one a lane
 ROW_PITCH = 48  # bytes of eight sums of a row, so that 8 rows lie in all banks

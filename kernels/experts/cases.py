@@ -12,7 +12,7 @@ from torch import Tensor
 from k3fuse.kernels.build.variant import Variant
 from k3fuse.kernels.check import Case, CheckTarget, Launch, Output, Step
 from k3fuse.kernels.check.run import Value
-from k3fuse.kernels.common.microscaling import BLOCK, quantize_mxfp8
+from k3fuse.kernels.common import microscaling
 from k3fuse.kernels.common.operands import float_bits
 from k3fuse.kernels.common.tolerances import tolerance
 from k3fuse.kernels.experts import reference
@@ -20,6 +20,7 @@ from k3fuse.kernels.experts.block_config import BlockConfig
 from k3fuse.kernels.experts.builder import BUILDER, config_of, k3
 from k3fuse.kernels.experts.config import CLUSTER, WARPS, Config
 from k3fuse.kernels.experts.layouts import shuffled
+from k3fuse.kernels.experts.policy import BLOCK, ENGINES, TWIN
 from k3fuse.kernels.experts.reference import Activation
 from k3fuse.kernels.simulator import Fresh, TensorMap
 
@@ -94,7 +95,7 @@ class Problem:
         """The parameters that hold x: in BF16, or rounded to MXFP8."""
         if not self.config.mxfp8:
             return {"x": self.x, "x_pitch": self.x.stride(0)}
-        values, scales = quantize_mxfp8(self.x)
+        values, scales = microscaling.quantize_mxfp8(self.x)
         return {"x": values.view(torch.uint8), "x_scale": scales}
 
     def needed(self) -> dict[str, int]:
@@ -133,7 +134,7 @@ def block_values(config: BlockConfig, w13: Tensor, w2: Tensor) -> dict[str, Valu
     experts = w13.shape[0]
     size = (config.clusters, config.m)
     rows = torch.empty(*size, config.latent, dtype=torch.uint8)
-    scales = torch.empty(*size, config.latent // BLOCK, dtype=torch.uint8)
+    scales = torch.empty(*size, config.latent // microscaling.BLOCK, dtype=torch.uint8)
     tiles = {name: config.tiles(name, experts) for name in config.maps}
     return {
         "w13": TensorMap.of(w13, tiles["w13"]), "w2": TensorMap.of(w2, tiles["w2"]),
@@ -172,7 +173,7 @@ def problem(
     def matrix(rows: int, columns: int, gain: float) -> tuple[Tensor, Tensor]:
         size = (experts, rows, columns // 2)
         codes = torch.randint(0, 256, size, generator=generator, dtype=torch.uint8)
-        size = (experts, rows, columns // BLOCK)
+        size = (experts, rows, columns // microscaling.BLOCK)
         power = round(float(torch.tensor(gain / CODES_RMS / columns**0.5).log2()))
         # Scales of a matrix differ by factors up to 8.
         scales = torch.randint(power + 125, power + 129, size, generator=generator)
@@ -232,9 +233,10 @@ def most(m: int) -> int:
 
 
 def cases(target: CheckTarget, m: int) -> tuple[Case, ...]:
-    """Routed experts of Kimi K3 with the shared expert beside them."""
-    full = kernel(target.arch, k3(target.tp, most(m)))
+    """Routed experts of Kimi K3 with the shared expert beside them, by the policy's engine."""
+    block = int(ENGINES.get(target.arch, TWIN) == BLOCK)
+    full = kernel(target.arch, k3(target.tp, most(m)), block=block)
     few = min(m, SMALL_M)
-    small = kernel(target.arch, {**SMALL, "m": most(few)}, clusters=1)
+    small = kernel(target.arch, {**SMALL, "m": most(few)}, clusters=1, block=block)
     less = partial(step, small, few, experts=SMALL_EXPERTS, kind="skewed")
     return (Case(BUILDER.op, full.name, partial(step, full, m), less, less),)

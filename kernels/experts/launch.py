@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from k3fuse.kernels.build.errors import LaunchError, VariantError
-from k3fuse.kernels.build.variant import Variant
+from k3fuse.kernels.build.launch import Rows
+from k3fuse.kernels.build.variant import Variant, parameter_names
 from k3fuse.kernels.common.exchange import Workspace
 from k3fuse.kernels.common.operands import (
     ALIGNMENT,
@@ -23,8 +24,10 @@ from k3fuse.kernels.common.operands import (
 from k3fuse.kernels.common.policy import MAX_M, Row, chip_of
 from k3fuse.kernels.common.runtime import RUNTIME, Runtime
 from k3fuse.kernels.experts import gate_up
+from k3fuse.kernels.experts.block_config import MAP_ALIGNMENT, BlockConfig, fits_block
 from k3fuse.kernels.experts.builder import BUILDER, config_of
 from k3fuse.kernels.experts.config import CLUSTER, MAX_EXPERTS, WARPS
+from k3fuse.kernels.experts.policy import BLOCK, ENGINES, TWIN
 from k3fuse.kernels.experts.reference import Activation
 from k3fuse.kernels.tail import launch as tail
 from k3fuse.kernels.tail.policy import TABLE as TAIL
@@ -89,6 +92,14 @@ class Operands:
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
+def engine(arch: str, given: Operands) -> str:
+    """The engine of the routed experts: the policy's, or the twin where it cannot take them."""
+    found = ENGINES.get(arch, TWIN)
+    latent, inter = given.hidden.shape[1], 2 * given.w2.shape[2]
+    apart = [w for w in (given.w13, given.w2) if w.data_ptr() % MAP_ALIGNMENT]
+    return TWIN if apart or not fits_block(latent, inter) else found
+
+
 def variants(row: Row, target: str, given: Operands, floor: bool) -> tuple[Variant | None, Variant]:
     """The kernels that a policy row launches: gate and up (None with a row), then the experts.
 
@@ -106,11 +117,13 @@ def variants(row: Row, target: str, given: Operands, floor: bool) -> tuple[Varia
         "hidden": 0 if given.shared_down is None else given.shared_down.shape[0],
         "shared": width, "top_k": given.topk_ids.shape[1],
     }  # fmt: skip
+    block = engine(arch, given) == BLOCK
     config = {
         "floor": int(floor),
         "float_weights": WEIGHTS[given.topk_weights.dtype],
         "wide_ids": IDS[given.topk_ids.dtype],
-        "mxfp8": int(given.latent_q is not None),
+        "mxfp8": int(not block and given.latent_q is not None),
+        "block": int(block),
     }
     return first, BUILDER.variant(arch, shape, config)
 
@@ -190,18 +203,19 @@ def partials(
     if first is not None:
         shared_x, (gate, up) = mid, given.halves
         mid = shared_x.new_empty(m, gate.shape[0])
-        values = {
+        before = {
             "x": address(shared_x), "gate": address(gate), "up": address(up),
             "hidden": address(mid), "m": m, "x_pitch": pitch(shared_x), **betas,
         }  # fmt: skip
         names = (*gate_up.ADDRESSES, *gate_up.SIZES)
-        runtime.kernel(first)(*(values[name] for name in names))
+        runtime.kernel(first)(*(before[name] for name in names))
     config = config_of(second)
     ids, weights = given.topk_ids.contiguous(), given.topk_weights.contiguous()
-    x, scale = given.mxfp8 or (readable(given.hidden), None)
+    rounded = given.mxfp8 if second.tuning("mxfp8") else None
+    x, scale = rounded or (readable(given.hidden), None)
     rows = mid.new_empty(m, config.top_k, config.latent)
     routed, shared = mid.new_empty(m, config.latent), mid.new_empty(m, config.hidden)
-    values = {
+    values: dict[str, int | Rows] = {
         "x": address(x), "x_scale": address(scale), "ids": address(ids),
         "weights": address(weights),
         "w13": address(given.w13), "w13_scale": address(given.w13_scale), "w2": address(given.w2),
@@ -212,8 +226,29 @@ def partials(
         "m": m, "experts": given.w13.shape[0], "x_pitch": pitch(x),
         "shared_pitch": pitch(mid), **betas,
     }  # fmt: skip
-    runtime.kernel(second)(*(values[name] for name in (*config.addresses, *config.sizes)))
+    scratch: Sequence[Tensor] = ()
+    if isinstance(config, BlockConfig):
+        # Held until the launch, so that nothing else gets their memory before it.
+        maps, *scratch = tiles_of(config, given, x)
+        values |= maps
+    runtime.kernel(second)(*(values[name] for name in parameter_names(second)))
+    del scratch
     return routed, shared
+
+
+def tiles_of(
+    config: BlockConfig, given: Operands, x: Tensor
+) -> tuple[dict[str, int | Rows], Tensor, Tensor]:
+    """The tensor maps of the block-scaled engine, and its scratch: MXFP8 rows of each cluster."""
+    eights = x.new_empty(config.clusters, config.m, config.latent, dtype=torch.uint8)
+    scales = x.new_empty(config.clusters, config.m, config.scales1, dtype=torch.uint8)
+    maps = {name: config.tiles(name, given.w13.shape[0]) for name in ("w13", "w2")}
+    found: dict[str, int | Rows] = {
+        name: Rows(address(getattr(given, name)), tiles.dims[1], tiles.strides[0])
+        for name, tiles in maps.items()
+    }
+    here = address(eights)
+    return found | {"x8_tiles": here, "x8": here, "x8_scale": address(scales)}, eights, scales
 
 
 def launch(

@@ -4,15 +4,23 @@
 front kernel, and two launches are left.
 
 One kernel of each for all token counts, compiled for up to 8, 16, 32 and 64 tokens. The experts'
-kernel multiplies with mma.sync in BF16, on every architecture; a block-scaled tcgen05 engine of the
-same units is planned for the same rows.
+kernel has two engines for the same units: products with block scales (tcgen05), where the chip has
+them, and their twin, mma.sync in BF16, on every chip. The counts of `docs/kernels/experts.md`
+decide: the first needs fewer bytes and fewer instructions at every shape. What it does not take
+runs the twin.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from k3fuse.kernels.common.policy import Row, table
 
 EXPERTS = "mx_experts_and_latent_tail"
+BLOCK, TWIN = "block_scaled", "bf16"
+# Architecture -> engine of the routed experts; others have the twin.
+ENGINES: Mapping[str, str] = MappingProxyType({"sm_100a": BLOCK, "sm_103a": BLOCK})
 
 
 def _rows(launches: int) -> tuple[Row, ...]:

@@ -155,9 +155,9 @@ class Consumer:
             grid=[CLUSTER * self.config.m, 1, 1],
             block=[CONSUMER_THREADS, 1, 1],
             cluster=[CLUSTER, 1, 1],
-            # 64 tokens are 448 CTAs, four on an SM. Left to itself, ptxas spilled 32 bytes of one form
-            # (3 blocks, two-shot) to fit a seventh. The carve-out is the driver's own: without a
-            # value the DSL asks a device for its shared memory.
+            # 64 tokens are 448 CTAs, four on an SM. Left to itself, ptxas spilled 32 bytes of one
+            # form (3 blocks, two-shot) to fit a seventh. The carve-out is the driver's own: without
+            # a value the DSL asks a device for its shared memory.
             min_blocks_per_mp=4,
             preferred_smem_carveout=-1,
             stream=stream,

@@ -12,6 +12,8 @@ import torch
 from expert_runs import BF16, store
 from torch import Tensor
 
+from k3fuse.kernels.build.launch import Rows
+from k3fuse.kernels.build.variant import parameter_names
 from k3fuse.kernels.common.microscaling import quantize_mxfp8
 from k3fuse.kernels.common.numerics import gated_row
 from k3fuse.kernels.common.policy import Row
@@ -21,9 +23,9 @@ from k3fuse.kernels.experts import reference
 from k3fuse.kernels.experts.builder import config_of, k3
 from k3fuse.kernels.experts.cases import SITU, kernel, problem
 from k3fuse.kernels.experts.launch import Operands, launch, misfit, partials, variants
-from k3fuse.kernels.experts.policy import EXPERTS, TABLE, TAKING
+from k3fuse.kernels.experts.policy import BLOCK, EXPERTS, TABLE, TAKING, TWIN
 from k3fuse.kernels.experts.reference import Activation
-from k3fuse.kernels.simulator import Inside, Launch, simulate_sequence
+from k3fuse.kernels.simulator import Inside, Launch, TensorMap, simulate_sequence
 from k3fuse.kernels.tail.builder import config_of as tail_config
 
 TARGET = "gb300:tp16"
@@ -53,7 +55,7 @@ class Recorder:
     """A runtime that keeps what would have been launched."""
 
     def __init__(self) -> None:
-        self.launched: list[tuple[Any, tuple[int, ...]]] = []
+        self.launched: list[tuple[Any, tuple[Any, ...]]] = []
 
     def kernel(self, chosen: Any) -> Any:
         return lambda *values: self.launched.append((chosen, values))
@@ -66,12 +68,20 @@ def simulate(recorder: Recorder, tensors: list[Tensor]) -> None:
         built = store().get(chosen)
         params: list[Any] = []
         for parameter, number in zip(built.plan.parameters, numbers, strict=True):
-            if parameter.kind != "pointer":
+            if parameter.kind not in ("pointer", "tensor_map"):
                 params.append(number)
                 continue
-            inside = [t for t in tensors if 0 <= number - t.data_ptr() < t.nbytes]
+            place = number.address if isinstance(number, Rows) else number
+            inside = [t for t in tensors if 0 <= place - t.data_ptr() < t.nbytes]
             assert len(inside) == 1, parameter.name
-            params.append(Inside(inside[0], number - inside[0].data_ptr()))
+            if parameter.tiles is None:
+                params.append(Inside(inside[0], place - inside[0].data_ptr()))
+                continue
+            tiles = parameter.tiles
+            assert place == inside[0].data_ptr()
+            if isinstance(number, Rows):
+                tiles = tiles.with_rows(number.number, number.pitch)
+            params.append(TensorMap.of(inside[0], tiles))
         plan = built.plan
         made.append(
             Launch(
@@ -94,8 +104,12 @@ def handed_over(given: Operands) -> Operands:
 
 
 @pytest.mark.parametrize("handed", [False, True])
-def test_the_launches_compute_the_partials(handed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("engine", [BLOCK, pytest.param(TWIN, marks=pytest.mark.nightly)])
+def test_the_launches_compute_the_partials(
+    engine: str, handed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Gate and up, then the experts; the latter may start early, and waits. Or these alone."""
+    monkeypatch.setattr(launching, "ENGINES", {"sm_103a": engine})
     before = operands(3)
     given = handed_over(before) if handed else before
     kept: list[Tensor] = []
@@ -112,6 +126,8 @@ def test_the_launches_compute_the_partials(handed: bool, monkeypatch: pytest.Mon
     routed, shared = partials(ROW, TARGET, given, SITU, False, runtime=runtime)
     ops = [variant.op for variant, _ in recorder.launched]
     assert ops == (["experts"] if handed else ["shared_gate_up", "experts"])
+    assert recorder.launched[-1][0].tuning("block") == (engine == BLOCK)
+    assert recorder.launched[-1][0].tuning("mxfp8") == (engine == TWIN and handed)
     counts = launching.arrivals(given.hidden.device)
     tensors = [*given.weights.values(), given.hidden, given.shared_x, given.topk_ids]
     tensors += [t for t in (given.latent_q, given.latent_scale) if t is not None]
@@ -145,6 +161,22 @@ def test_a_kernel_for_every_form() -> None:
     first, second = variants(ROW, TARGET, handed_over(given), False)
     assert first is None
     assert (second.tuning("mxfp8"), second.size("shared")) == (1, SHARED)
+
+
+def test_what_the_block_scaled_engine_does_not_take_runs_the_twin() -> None:
+    """Weights on 16 bytes, and experts wider than a tile; other architectures."""
+    given = operands(2)
+    assert launching.engine("sm_103a", given) == BLOCK  # the control
+    assert launching.engine("sm_90a", given) == TWIN
+    store = torch.zeros(given.w2.numel() + 48, dtype=torch.uint8)
+    start = 16 + -store.data_ptr() % 32
+    apart = store[start : start + given.w2.numel()].view(given.w2.shape)
+    wide = given.w2.repeat(1, 1, 9)
+    for w2 in (apart, wide):
+        other = replace(given, w2=w2)
+        assert launching.engine("sm_103a", other) == TWIN
+        assert misfit(ROW, TARGET, other, SITU) == ""
+        assert variants(ROW, TARGET, other, False)[1].tuning("block") == 0
 
 
 def test_operands_that_do_not_fit_are_named() -> None:
@@ -195,8 +227,7 @@ def test_the_op_ends_with_the_tail() -> None:
         ops = [variant.op for variant, _ in recorder.launched]
         assert ops == ["shared_gate_up", "experts", "tail"][3 - row.launches :]
         *_, (made, values), (last, taken) = recorder.launched
-        names = config_of(made)
-        made_of = dict(zip((*names.addresses, *names.sizes), values, strict=True))
+        made_of = dict(zip(parameter_names(made), values, strict=True))
         tail_names = tail_config(last)
         took = dict(zip((*tail_names.addresses, *tail_names.sizes), taken, strict=True))
         assert took["routed"] == made_of["routed"]
