@@ -323,8 +323,10 @@ class BlockConfig(Config):
 
     @property
     def fits(self) -> bool:
-        """Whether shared and tensor memory hold it."""
-        return self.stages >= 2 and self.tensor_columns <= TENSOR_COLUMNS
+        """Whether shared and tensor memory hold it, and the first entry's FC1 reaches all places
+        of the ring that the shared expert has used."""
+        reached = min(self.stages, self.shared_stages) <= self.stages1
+        return self.stages >= 2 and reached and self.tensor_columns <= TENSOR_COLUMNS
 
     @property
     def maps(self) -> tuple[str, ...]:

@@ -40,17 +40,23 @@ def place_of(config: BlockConfig, base: Any, number: Any) -> tuple[Any, Any, Any
 
 @cute.jit
 def claim(config: cutlass.Constexpr, base: Int32, number: Int32) -> None:
-    """Wait until a stage may be filled."""
-    slot, _, _ = place_of(config, base, number)
+    """Wait until a stage may be filled again."""
     if number >= config.stages:
+        slot, _, _ = place_of(config, base, number)
         turn = (number // Int32(config.stages) + Int32(1)) % Int32(2)
         ptx.barrier_wait(base + Int32(config.taken) + slot * Int32(8), turn)
-    else:
-        # The last stage of the shared expert that was there has been read.
-        for one in cutlass.range_constexpr(min(config.stages, config.shared_stages)):
-            if slot == one:
-                turn = Int32((shared_uses(config, one) + 1) % 2)
-                ptx.barrier_wait(base + Int32(config.empty + 8 * one), turn)
+
+
+@cute.jit
+def after_shared(config: cutlass.Constexpr, base: Int32, number: Int32) -> None:
+    """Wait until the last stage of the shared expert has been read that was in this place.
+
+    FC1 of the first entry has a stage for each of these places (`BlockConfig.fits`).
+    """
+    for slot in cutlass.range_constexpr(min(config.stages, config.shared_stages)):
+        if number == slot:
+            turn = Int32((shared_uses(config, slot) + 1) % 2)
+            ptx.barrier_wait(base + Int32(config.empty + 8 * slot), turn)
 
 
 @cute.jit
@@ -71,6 +77,8 @@ def fetch_first(
     rows = [pair_row(config, base, first, count, cluster, lane, turn) for turn in turns(config)]
     for step in cutlass.range(config.stages1, unroll=1):
         claim(config, base, number + step)
+        if number + step < config.stages:
+            after_shared(config, base, number + step)
         slot, stage, _ = place_of(config, base, number + step)
         barrier = base + Int32(config.there) + slot * Int32(8)
         column = step * Int32(config.halves * SPAN)
