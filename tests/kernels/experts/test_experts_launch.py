@@ -148,7 +148,7 @@ def test_the_launches_compute_the_partials(
     assert int(counts.abs().max()) == 0
 
 
-def test_a_kernel_for_every_form() -> None:
+def test_a_kernel_for_every_form(monkeypatch: pytest.MonkeyPatch) -> None:
     given = operands(2, merged=False)
     first, second = variants(ROW, TARGET, given, True)
     assert first is not None
@@ -158,9 +158,13 @@ def test_a_kernel_for_every_form() -> None:
     _, second = variants(replace(ROW, m_max=64), TARGET, other, False)
     assert [second.tuning(n) for n in ("floor", "float_weights", "wide_ids")] == [0, 1, 0]
     assert second.size("m") == 64
-    first, second = variants(ROW, TARGET, handed_over(given), False)
-    assert first is None
-    assert (second.tuning("mxfp8"), second.size("shared")) == (1, SHARED)
+    # The block-scaled engine rounds x itself, the twin takes the rows that are rounded.
+    for engine, mxfp8 in ((BLOCK, 0), (TWIN, 1)):
+        monkeypatch.setattr(launching, "ENGINES", {"sm_103a": engine})
+        first, second = variants(ROW, TARGET, handed_over(given), False)
+        assert first is None
+        assert second.size("shared") == SHARED
+        assert (second.tuning("block"), second.tuning("mxfp8")) == (engine == BLOCK, mxfp8)
 
 
 def test_what_the_block_scaled_engine_does_not_take_runs_the_twin() -> None:
