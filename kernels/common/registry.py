@@ -8,6 +8,7 @@ from k3fuse.kernels.attention_projection.policy import TABLE as ATTENTION_PROJEC
 from k3fuse.kernels.attn_res.policy import TABLE as ATTN_RES
 from k3fuse.kernels.common.policy import Table
 from k3fuse.kernels.experts.policy import TABLE as EXPERTS
+from k3fuse.kernels.experts_partials.policy import TABLE as EXPERTS_PARTIALS
 from k3fuse.kernels.output_projection.policy import TABLE as OUTPUT_PROJECTION
 from k3fuse.kernels.router.policy import TABLE as ROUTER
 from k3fuse.kernels.tail.policy import TABLE as TAIL
@@ -46,6 +47,7 @@ OPS: dict[str, OpInfo] = {
             "router",
         ),
         _info(EXPERTS, "routed and shared experts, all-reduce, norm, up-projection, shared add"),
+        _info(EXPERTS_PARTIALS, "experts from logits to partials, weights in vLLM's order too"),
         _info(TAIL, "latent all-reduce, norm, up-projection, shared add after an experts op"),
     )
 }

@@ -27,6 +27,7 @@ from k3fuse.kernels.experts import gate_up
 from k3fuse.kernels.experts.block_config import MAP_ALIGNMENT, BlockConfig, fits_block
 from k3fuse.kernels.experts.builder import BUILDER, config_of
 from k3fuse.kernels.experts.config import CLUSTER, MAX_EXPERTS, WARPS
+from k3fuse.kernels.experts.layouts import ROWS, TRTLLM
 from k3fuse.kernels.experts.policy import BLOCK, ENGINES, TWIN
 from k3fuse.kernels.experts.reference import Activation
 from k3fuse.kernels.tail import launch as tail
@@ -40,7 +41,11 @@ WEIGHTS = {torch.bfloat16: 0, torch.float32: 1}
 
 @dataclass(frozen=True)
 class Operands:
-    """The op's tensors; names and shapes as in the op."""
+    """The op's tensors; names and shapes as in the op.
+
+    layout: of weights and scales, of `layouts.LAYOUTS`. width: columns of an expert's hidden row
+    that count, 0 for all that are stored.
+    """
 
     hidden: Tensor
     topk_weights: Tensor
@@ -57,6 +62,13 @@ class Operands:
     shared_row: Tensor | None = None
     latent_q: Tensor | None = None
     latent_scale: Tensor | None = None
+    layout: str = ROWS
+    width: int = 0
+
+    @property
+    def inter(self) -> int:
+        """Columns of an expert's hidden row."""
+        return self.width or 2 * self.w2.shape[2]
 
     @property
     def shared_x(self) -> Tensor:
@@ -97,7 +109,8 @@ def engine(arch: str, given: Operands) -> str:
     found = ENGINES.get(arch, TWIN)
     latent, inter = given.hidden.shape[1], 2 * given.w2.shape[2]
     apart = [w for w in (given.w13, given.w2) if w.data_ptr() % MAP_ALIGNMENT]
-    return TWIN if apart or not fits_block(latent, inter) else found
+    plain = given.layout == ROWS and not apart and fits_block(latent, inter)
+    return found if plain else TWIN
 
 
 def variants(row: Row, target: str, given: Operands, floor: bool) -> tuple[Variant | None, Variant]:
@@ -113,7 +126,7 @@ def variants(row: Row, target: str, given: Operands, floor: bool) -> tuple[Varia
     else:
         width = given.shared_row.shape[1]
     shape = {
-        "m": row.m_max, "tp": tp, "latent": given.hidden.shape[1], "inter": 2 * given.w2.shape[2],
+        "m": row.m_max, "tp": tp, "latent": given.hidden.shape[1], "inter": given.inter,
         "hidden": 0 if given.shared_down is None else given.shared_down.shape[0],
         "shared": width, "top_k": given.topk_ids.shape[1],
     }  # fmt: skip
@@ -123,6 +136,7 @@ def variants(row: Row, target: str, given: Operands, floor: bool) -> tuple[Varia
         "float_weights": WEIGHTS[given.topk_weights.dtype],
         "wide_ids": IDS[given.topk_ids.dtype],
         "mxfp8": int(not block and given.latent_q is not None),
+        "shuffled": int(given.layout == TRTLLM),
         "block": int(block),
     }
     return first, BUILDER.variant(arch, shape, config)
@@ -130,6 +144,15 @@ def variants(row: Row, target: str, given: Operands, floor: bool) -> tuple[Varia
 
 def misfit(row: Row, target: str, given: Operands, activation: Activation) -> str:
     """Why the kernels cannot serve these operands, "" where they can. Rows may have any stride."""
+    if against := partials_misfit(row, target, given, activation):
+        return against
+    if given.latent_norm_weight is None or given.up_weight is None:
+        return "there is no latent norm with an up-projection, which the tail's kernel computes"
+    return tail.misfit(given.hidden, given.shared_x, given.latent_norm_weight, given.up_weight)
+
+
+def partials_misfit(row: Row, target: str, given: Operands, activation: Activation) -> str:
+    """Why `partials` cannot serve these operands, "" where it can. Rows may have any stride."""
     if activation.name != "situ":
         return f"activation is {activation.name!r}, the kernels compute 'situ'"
     if given.w13_scale is None or given.w2_scale is None:
@@ -148,13 +171,11 @@ def misfit(row: Row, target: str, given: Operands, activation: Activation) -> st
             return f"{name} has strides {tensor.stride()}, the kernels read contiguous rows"
         if tensor.data_ptr() % ALIGNMENT:
             return f"{name} starts at no multiple of {ALIGNMENT} bytes"
-    if given.latent_norm_weight is None or given.up_weight is None:
-        return "there is no latent norm with an up-projection, which the tail's kernel computes"
     try:
         variants(row, target, given, False)
     except VariantError as error:
         return str(error)
-    return tail.misfit(given.hidden, given.shared_x, given.latent_norm_weight, given.up_weight)
+    return ""
 
 
 _ARRIVALS: dict[torch.device, Tensor] = {}

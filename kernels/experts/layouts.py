@@ -17,6 +17,10 @@ from torch.nn.functional import pad
 
 from k3fuse.kernels.experts.config import stored_width
 
+# Names of the two orders that the kernel reads: the checkpoint's, and the one of this module.
+ROWS, TRTLLM = "rows", "trtllm"
+LAYOUTS = (ROWS, TRTLLM)
+
 
 def shuffle(rows: Tensor) -> Tensor:
     """Rows [E, n, k] in the order of the kernels; n is a multiple of 32."""
@@ -49,4 +53,34 @@ def shuffled(
         pieces(first(w13_scale)),
         shuffle(pad(w2, (0, more // 2))).contiguous(),
         pieces(shuffle(pad(w2_scale, (0, more // 32)))),
+    )
+
+
+def unshuffle(rows: Tensor) -> Tensor:
+    """Inverse of `shuffle`."""
+    experts, n, k = rows.shape
+    return rows.reshape(experts, n // 32, 4, 8, k).transpose(2, 3).reshape(experts, n, k)
+
+
+def whole(scales: Tensor) -> Tensor:
+    """Inverse of `pieces`: scales [E, n, b] row by row."""
+    experts, n, blocks = scales.shape
+    split = scales.reshape(experts, n // 128, blocks // 4, 32, 4, 4)
+    return split.permute(0, 1, 4, 3, 2, 5).reshape(experts, n, blocks)
+
+
+def plain(
+    w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor, width: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Inverse of `shuffled`, for experts that are `width` wide: the padding goes; new memory."""
+
+    def first(rows: Tensor) -> Tensor:
+        up, gate = rows.unflatten(1, (-1, 2)).unbind(2)
+        return torch.cat((gate[:, :width], up[:, :width]), 1)
+
+    return (
+        first(unshuffle(w13)),
+        first(unshuffle(whole(w13_scale))),
+        unshuffle(w2)[..., : width // 2].contiguous(),
+        unshuffle(whole(w2_scale))[..., : width // 32].contiguous(),
     )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from k3fuse.kernels.common.microscaling import quantize_mxfp8
 from k3fuse.kernels.common.numerics import gated_row
+from k3fuse.kernels.experts.layouts import shuffled
 
 
 @dataclass
@@ -240,6 +241,48 @@ def handed_over(case: Case) -> Case:
     return Case(case.op, (*args, row, values.view(torch.uint8), scales), case.kwargs)
 
 
+def experts_partials(
+    draw: Draw,
+    m: int,
+    latent: int,
+    width: int,
+    e: int,
+    top_k: int,
+    *,
+    h: int,
+    shared: int,
+    layout: str = "rows",
+    bias: bool = True,
+    merged: bool = True,
+    weights_dtype: torch.dtype = torch.bfloat16,
+) -> Case:
+    """Experts from logits to partials, in one of the two orders of weights."""
+    weights = (*draw.mxfp4(e, 2 * width, latent), *draw.mxfp4(e, latent, width))
+    gate_up = [draw.weight(2 * shared, h)] if merged else [draw.weight(shared, h) for _ in "gu"]
+    args = (
+        draw.rows(m, latent),
+        draw.rows(m, e, torch.float32),
+        0.1 * draw.randn(e, dtype=torch.float32) if bias else None,
+        draw.rows(m, h),
+        *(weights if layout == "rows" else shuffled(*weights)),
+        gate_up,
+        draw.weight(h, shared),
+        top_k,
+        "sigmoid",
+        True,
+        1.0,
+        1e-20,
+        weights_dtype,
+        "situ",
+        4.0,
+        25.0,
+        layout,
+        width,
+        "",
+    )
+    return Case(K3.experts_partials.default, args, {"target": "reference", "composition": ""})
+
+
 def tail(draw: Draw, m: int, latent: int, h: int) -> Case:
     args = (
         draw.rows(m, latent),
@@ -371,5 +414,13 @@ FORMS: dict[str, Builder] = {
         rounding="round_before_weight",
     ),
     "experts/routed_only": lambda d, m: experts(d, m, d.pick(2, 20), d.pick(1, 9), 3, 1),
+    "experts_partials/rows": lambda d, m: experts_partials(
+        d, m, 32 * d.pick(1, 3), 32, d.pick(3, 6), 2, h=d.pick(1, 40), shared=d.pick(1, 9),
+        merged=False, bias=False, weights_dtype=torch.float32,
+    ),
+    "experts_partials/trtllm": lambda d, m: experts_partials(
+        d, m, 128, 64 * d.pick(1, 4), d.pick(3, 4), d.pick(1, 3), h=d.pick(1, 40), shared=8,
+        layout="trtllm",
+    ),
     "tail/all": lambda d, m: tail(d, m, d.pick(1, 40), d.pick(1, 40)),
 }

@@ -18,6 +18,7 @@ LAUNCHES = {
     "attn_res": (1, 1),
     "router": (2, 2),
     "experts": (3, 3),
+    "experts_partials": (3, 3),
     "tail": (1, 1),
 }
 
