@@ -1,4 +1,4 @@
-"""The four Kimi K3 pattern families and AttnRes."""
+"""The four Kimi K3 pattern families, AttnRes, and the experts behind vLLM's op."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ def __getattr__(name: str) -> object:
     from k3fuse.patterns.attention_projection import AttentionProjection
     from k3fuse.patterns.attn_res import AttnResAlone
     from k3fuse.patterns.experts import Experts
+    from k3fuse.patterns.experts_partials import ExpertsPartials
     from k3fuse.patterns.output_projection import OutputProjection
     from k3fuse.patterns.router import Router
 
-    return (AttentionProjection, OutputProjection, Router, Experts, AttnResAlone)
+    return (
+        AttentionProjection, OutputProjection, Router, Experts, ExpertsPartials, AttnResAlone,
+    )  # fmt: skip

@@ -88,6 +88,7 @@ def _rewrite(
         m=None,
         tp=target.tp,
         patterns=tuple(p.name for p in loaded),
+        optional=tuple(p.name for p in loaded if p.optional),
         expected=dict(options.expect),
         changed_options=options.changed(),
         plan=options.plan,
@@ -319,8 +320,10 @@ def launches(report: Report) -> dict[str, object]:
     """Kernels launched by one layer of each kind after the rewrite, from the policies.
 
     The attention core is not rewritten: one launch for KDA, three for MLA (query, core, value).
-    None where a family of the layer was not accepted, or hides launches in an opaque op.
+    None where a family of the layer was not accepted, or hides launches in an opaque op. A layer
+    may do without the optional patterns: they open the opaque op in front of a tail.
     """
+    optional = set(report.optional)
     per_layer: dict[int, dict[str, Site]] = {}
     for site in report.found:
         if site.layer is not None:
@@ -331,7 +334,8 @@ def launches(report: Report) -> dict[str, object]:
             projection = sites.get("attention_projection")
             if projection is None or projection.form.split()[0] != kind:
                 continue
-            if set(report.patterns) - set(sites) or any(s.form == "tail" for s in sites.values()):
+            opaque = any(s.form == "tail" for s in sites.values()) and not optional & set(sites)
+            if set(report.patterns) - optional - set(sites) or opaque:
                 continue
             total = sum(s.kernel.launches for s in sites.values() if s.kernel is not None)
             out[f"{kind}_layer"] = total + core

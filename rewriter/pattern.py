@@ -17,13 +17,15 @@ class Pattern(ABC):
     """One family of sites.
 
     name: stable, used on the command line and in JSON. guards: all of them, in the order they are
-    asked. priority: higher takes contested nodes first. summary: one line for docs.
+    asked. priority: higher takes contested nodes first. summary: one line for docs. optional: a
+    layer can be whole without a site of it.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
     guards: ClassVar[tuple[Guard, ...]]
     priority: ClassVar[int] = 0
+    optional: ClassVar[bool] = False
 
     @abstractmethod
     def find(self, view: GraphView) -> Iterator[Site | NearMiss]:

@@ -34,7 +34,7 @@ class Report:
     m: tokens in the step, an int or the text of a symbol with its range. seconds: wall time of the
     rewrite (recognise, match, guard, edit, verify). nodes: before and after. graphs: pieces of the
     graph by key, for sites that were recorded; layers: computed bytes (costs.layer_costs). rank,
-    world: of the process that made the report.
+    world: of the process that made the report. optional: patterns that a layer can do without.
     """
 
     source: str
@@ -62,6 +62,7 @@ class Report:
     layers: list[dict[str, Any]] = field(default_factory=list)
     rank: int = 0
     world: int = 1
+    optional: tuple[str, ...] = ()
 
     # --- counts -------------------------------------------------------------------------------
 

@@ -75,7 +75,8 @@ def plain(
     """Inverse of `shuffled`, for experts that are `width` wide: the padding goes; new memory."""
 
     def first(rows: Tensor) -> Tensor:
-        up, gate = rows.unflatten(1, (-1, 2)).unbind(2)
+        experts, n, k = rows.shape
+        up, gate = rows.reshape(experts, n // 2, 2, k).unbind(2)
         return torch.cat((gate[:, :width], up[:, :width]), 1)
 
     return (

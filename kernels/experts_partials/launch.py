@@ -1,4 +1,4 @@
-"""From the op's tensors to three launches: the choice of experts, shared gate and up, the experts."""
+"""From the op's tensors to three launches: route, shared gate and up, the experts."""
 
 from __future__ import annotations
 

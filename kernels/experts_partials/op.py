@@ -133,13 +133,15 @@ def _specs(
 
 def given(*arguments: Any) -> Given:
     """One call of the op, from its positional arguments."""
-    hidden, logits, bias, shared_hidden, *weights, gate_up, down = arguments[:TENSORS]
+    hidden, logits, bias, shared_hidden, w13, w13_scale, w2, w2_scale, gate_up, down = arguments[
+        :TENSORS
+    ]
     top_k, scoring, renormalize, scale, eps, weights_dtype = arguments[TENSORS : TENSORS + 6]
     name, beta, linear_beta, layout, width, _ = arguments[TENSORS + 6 :]
     choice = Choice(top_k, scoring, renormalize, scale, eps, weights_dtype)
     operands = Operands(
-        hidden, *stand_ins(hidden.shape[0], choice), *weights, shared_hidden, gate_up, down, None,
-        None, layout, width,
+        hidden, *stand_ins(hidden.shape[0], choice), w13, w13_scale, w2, w2_scale, shared_hidden,
+        gate_up, down, None, None, layout, width,
     )  # fmt: skip
     return Given(logits, bias, operands, choice, Activation(name, beta, linear_beta))
 

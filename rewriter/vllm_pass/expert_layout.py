@@ -16,17 +16,19 @@ class Layout:
 
     name: stable, for guards and reports. rows: how the rows of w13 [experts, 2 * width, latent] and
     the tiles of w2 [experts, latent, width] are ordered; scales: the same of their scales. backend:
-    vLLM's name of it.
+    vLLM's name of it. activations: what it rounds an expert's rows to, "" where that is not known.
     """
 
     name: str
     rows: str
     scales: str = ""
     backend: str = ""
+    activations: str = ""
 
 
-ROWS = "rows"
-"""As in the checkpoint: gate rows, then up rows; one scale byte per 32 values beside each row."""
+# The two orders that kernels of ours read, named as in kernels/experts/layouts.py. "rows": as in
+# the checkpoint, gate rows, then up rows; one scale byte per 32 values beside each row.
+ROWS, TRTLLM = "rows", "trtllm"
 
 _KINDS: dict[str, tuple[str, str]] = {
     ROWS: ("gate rows, then up rows, as in the checkpoint", "one byte per 32 values, row by row"),
@@ -36,7 +38,7 @@ _KINDS: dict[str, tuple[str, str]] = {
         "gate rows, then up rows, as in the checkpoint",
         "packed in blocks for the tensor core",
     ),
-    "trtllm": (
+    TRTLLM: (
         "up and gate rows in turn, permuted within 128 rows for the epilogue",
         "permuted with the rows, interleaved in blocks",
     ),
@@ -60,8 +62,8 @@ _BACKENDS: dict[tuple[bool, str], str] = {
     (False, "XPU"): ROWS,
     (False, "CUTLASS_MXFP4_MXFP4"): "rows_blocked_scales",
     (False, "DEEPGEMM_MXFP4"): "rows_blocked_scales",
-    (False, "FLASHINFER_TRTLLM_MXFP4_MXFP8"): "trtllm",
-    (False, "FLASHINFER_TRTLLM_MXFP4_BF16"): "trtllm",
+    (False, "FLASHINFER_TRTLLM_MXFP4_MXFP8"): TRTLLM,
+    (False, "FLASHINFER_TRTLLM_MXFP4_BF16"): TRTLLM,
     (False, "FLASHINFER_CUTLASS_MXFP4_MXFP8"): "up_first",
     (False, "FLASHINFER_CUTLASS_MXFP4_BF16"): "up_first",
     (False, "MARLIN"): "marlin",
@@ -86,9 +88,15 @@ def of_method(method: Any) -> Layout:
     label = str(getattr(backend, "name", backend))
     kind = _BACKENDS.get((plain is not None, label), "unknown")
     # On the CPU the packing differs by instruction set, and one of them leaves the rows alone.
-    return _layout(kind, f"{type(method).__name__} {label}")
+    return _layout(kind, f"{type(method).__name__} {label}", _activations(label))
 
 
-def _layout(kind: str, backend: str) -> Layout:
+def _activations(backend: str) -> str:
+    """What follows the weights' format in the backend's name, as in "..._MXFP4_MXFP8"."""
+    _, found, last = backend.rpartition("MXFP4_")
+    return last.lower() if found else ""
+
+
+def _layout(kind: str, backend: str, activations: str = "") -> Layout:
     rows, scales = _KINDS[kind]
-    return Layout(kind, rows, scales, backend)
+    return Layout(kind, rows, scales, backend, activations)

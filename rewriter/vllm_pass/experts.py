@@ -6,25 +6,24 @@ has a layer name and no weights. vLLM keeps every such layer under its name in
 table as `no_compile_layers`. This module reads a layer there. Nothing is copied: tensors are the
 layer's own parameters, in the layout of the MoE backend that the engine chose.
 
-`objections` says what keeps a layer from a kernel that reads Kimi K3's experts; an experts op for
-`moe_forward_shared` may run where it is empty, and the layer stays vLLM's where it is not.
+What keeps a layer from our kernels is said by the guards of the pattern `experts_partials`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from k3fuse.rewriter.reasons import Code, Reason, Refusal
-from k3fuse_vllm.expert_layout import ROWS, Layout, of_method
+from k3fuse_vllm.expert_layout import Layout, of_method
+from k3fuse_vllm.expert_parts import SharedExpert, extras_of, shared_of
 from k3fuse_vllm.layer_ref import name_of
-
-# Bytes of one TMA or 128-bit load; expert rows have to start on it.
-ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Routing:
     """How a layer chooses experts from its logits.
 
     bias: [experts] added before the choice alone, None where there is none. scale: on the chosen
-    weights. groups, kept: expert groups, and how many of them a token may use.
+    weights. groups, kept: expert groups, and how many of them a token may use. router: class.
     """
 
     top_k: int
@@ -43,6 +42,7 @@ class Routing:
     kept: int
     bias: Tensor | None
     custom: str = ""
+    router: str = ""
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class ExpertLayer:
     w13: [local, 2 * width, latent], w2: [local, latent, width] in values; MXFP4 packs two values a
     byte (uint8) and has one scale byte per 32. None where the backend freed the layer's tensors.
     width: of one expert on this rank as stored, width_used without the padding behind it.
-    experts: of all ranks; local: of this rank. shared_*: the shared expert's weights, () and None
-    where there is none. dtype: of the rows. extras: features of the layer that change its result.
+    experts: of all ranks; local: of this rank. shared: the shared expert, None where there is none.
+    dtype: of the rows. extras: features of the layer that change its result.
     """
 
     name: str
@@ -73,14 +73,32 @@ class ExpertLayer:
     tp: int
     dtype: torch.dtype
     layout: Layout
-    shared_gate_up: tuple[Tensor, ...] = ()
-    shared_down: Tensor | None = None
+    shared: SharedExpert | None = None
     extras: tuple[str, ...] = ()
 
     @property
     def packed(self) -> bool:
         """Whether the weights are MXFP4: two values a byte, with scales."""
         return self.w13_scale is not None
+
+    @property
+    def weights(self) -> dict[str, Tensor | None]:
+        """Weights and scales by name."""
+        return {
+            "w13": self.w13, "w13_scale": self.w13_scale, "w2": self.w2, "w2_scale": self.w2_scale,
+        }  # fmt: skip
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that a kernel would read in place, by name."""
+        found = {**self.weights, "correction bias": self.routing.bias}
+        if self.shared is not None:
+            found |= self.shared.tensors()
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    @property
+    def loaded(self) -> bool:
+        """Whether the tensors have memory: an inspection builds layers without it."""
+        return all(tensor.device.type != "meta" for tensor in self.tensors().values())
 
     def describe(self) -> dict[str, Any]:
         """Return plain values for a report; layers of one kind describe themselves alike."""
@@ -100,23 +118,73 @@ class ExpertLayer:
             "rows": self.layout.rows,
         }
 
+    def facts(self) -> str:
+        """Everything but name and addresses, as text: layers with one text compute alike.
 
-@dataclass(frozen=True)
-class Wanted:
-    """What a kernel of the experts covers; the defaults are Kimi K3's published text config."""
+        It goes into the graph, and so into every cache key that holds the graph.
+        """
+        plain = {
+            "tensors": {
+                name: [_dtype(t.dtype), list(t.shape), list(t.stride())]
+                for name, t in self.tensors().items()
+            },
+            "routing": {k: v for k, v in vars(self.routing).items() if k != "bias"},
+            "activation": [self.activation, self.beta, self.linear_beta],
+            "shared": self.shared.facts() if self.shared is not None else None,
+            "experts": [self.experts, self.local],
+            "width": [self.width, self.width_used],
+            "latent": self.latent,
+            "tp": self.tp,
+            "dtype": _dtype(self.dtype),
+            "layout": asdict(self.layout),
+            "extras": list(self.extras),
+        }
+        return json.dumps(plain, sort_keys=True, separators=(",", ":"))
 
-    experts: int = 896
-    top_k: int = 16
-    latent: int = 3584
-    width: int = 3072
-    activation: str = "situ"
-    beta: float = 4.0
-    linear_beta: float = 25.0
-    scoring: str = "sigmoid"
-    renormalise: bool = True
-    scale: float = 1.0
-    packed: bool = True
-    layouts: Sequence[str] = (ROWS,)
+
+_ENGINE: list[Any] = []
+
+
+def use_engine(config: Any) -> None:
+    """Remember the VllmConfig of this process's engine: its registry is there outside of a step."""
+    _ENGINE[:] = [config]
+
+
+def find(name: str) -> ExpertLayer:
+    """Return a layer by name, from the running step or from this process's engine.
+
+    Raises Refusal (ENGINE_UNSUPPORTED) where there is neither, no such MoE layer, or one without
+    loaded weights.
+    """
+    table = _table()
+    if table is None:
+        raise Refusal(_not_loaded(name, "no engine runs here"))
+    layer = read(name, _runner(name, table))
+    if not layer.loaded:
+        raise Refusal(_not_loaded(name, "the layer's tensors have no memory"))
+    return layer
+
+
+def _table() -> Mapping[str, Any] | None:
+    # Whoever has no engine has not imported this module of vLLM, and need not.
+    context = sys.modules.get("vllm.forward_context")
+    if context is not None and context.is_forward_context_available():
+        running: Mapping[str, Any] = context.get_forward_context().no_compile_layers
+        return running
+    if not _ENGINE:
+        return None
+    held: Mapping[str, Any] = _ENGINE[0].compilation_config.static_forward_context
+    return held
+
+
+def _not_loaded(name: str, why: str) -> Reason:
+    return Reason(
+        Code.ENGINE_UNSUPPORTED,
+        f"the experts of {name} are not loaded: {why}",
+        expected="a layer of vLLM's registry with its weights",
+        actual=why,
+        hint="nothing is lost: vLLM's own experts run; an engine decides when it starts",
+    )
 
 
 def lookup(layer: Any) -> ExpertLayer:
@@ -174,7 +242,6 @@ def read(name: str, runner: Any) -> ExpertLayer:
 
 def _read(name: str, runner: Any) -> ExpertLayer:
     held, config = runner.routed_experts, runner.moe_config
-    gate_up, down = _shared(runner)
     return ExpertLayer(
         name,
         _tensor(held, "w13_weight"),
@@ -185,12 +252,13 @@ def _read(name: str, runner: Any) -> ExpertLayer:
             top_k=int(held.top_k),
             scoring=str(held.scoring_func),
             renormalise=bool(held.renormalize),
-            # One of the two is 1.0: vLLM scales the weights, or the summed rows.
-            scale=float(held.routed_scaling_factor) * float(runner.routed_scaling_factor),
+            # Where vLLM scales the summed rows instead, it does so behind the op, and this is 1.
+            scale=float(held.routed_scaling_factor),
             groups=int((held.num_expert_group or 1) if held.use_grouped_topk else 1),
             kept=int((held.topk_group or 1) if held.use_grouped_topk else 1),
             bias=held.e_score_correction_bias,
             custom="" if held.custom_routing_function is None else "a routing function of its own",
+            router=type(runner.router).__name__,
         ),
         activation=str(getattr(held.activation, "value", held.activation)),
         beta=config.activation_situ_beta,
@@ -203,9 +271,8 @@ def _read(name: str, runner: Any) -> ExpertLayer:
         tp=int(config.tp_size),
         dtype=config.in_dtype,
         layout=of_method(held.quant_method),
-        shared_gate_up=gate_up,
-        shared_down=down,
-        extras=tuple(_extras(runner, held, config)),
+        shared=shared_of(runner),
+        extras=tuple(extras_of(runner, held, config)),
     )
 
 
@@ -214,148 +281,20 @@ def _tensor(owner: Any, name: str) -> Tensor | None:
     return found if isinstance(found, Tensor) else None
 
 
-def _shared(runner: Any) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """Return the shared expert's gate and up weights (merged or apart) and its down weight."""
-    shared = getattr(runner, "_shared_experts", None)
-    module = getattr(shared, "_layer", None)
-    if module is None:
-        return (), None
-    merged = _tensor(getattr(module, "gate_up_proj", None), "weight")
-    apart = [_tensor(getattr(module, f"{part}_proj", None), "weight") for part in ("gate", "up")]
-    found = (merged,) if merged is not None else tuple(w for w in apart if w is not None)
-    return found, _tensor(getattr(module, "down_proj", None), "weight")
-
-
-def _extras(runner: Any, held: Any, config: Any) -> list[str]:
-    """Name every feature that changes a layer's result and that no kernel of ours computes."""
-    parallel = config.moe_parallel_config
-    found = [
-        ("expert parallelism", bool(parallel.use_ep)),
-        ("data parallelism", int(parallel.dp_size) > 1),
-        ("sequence parallelism", bool(config.is_sequence_parallel)),
-        ("expert load balancing", bool(parallel.enable_eplb)),
-        ("an expert map", held.expert_map is not None),
-        ("LoRA", bool(config.is_lora_enabled)),
-        ("biases", bool(config.has_bias)),
-        ("a SwiGLU limit", held.swiglu_limit is not None),
-        ("router weights on the input", bool(held.apply_router_weight_on_input)),
-        ("zero experts", type(runner.router).__name__ == "ZeroExpertRouter"),
-        ("routing by token id", getattr(held, "hash_indices_table", None) is not None),
-        ("a padded latent", config.hidden_dim != config.hidden_dim_unpadded),
-    ]
-    return [name for name, there in found if there]
-
-
-def objections(layer: ExpertLayer, wanted: Wanted | None = None) -> list[Reason]:
-    """Return everything that keeps `layer` from a kernel that covers `wanted`; empty = covered."""
-    want = wanted or Wanted()
-    routing, width = layer.routing, want.width // max(layer.tp, 1)
-    checks: list[tuple[Code, str, Any, Any]] = [
-        (Code.ATTR_MISMATCH, "activation", want.activation, layer.activation),
-        (Code.ATTR_MISMATCH, "activation's beta", want.beta, layer.beta),
-        (Code.ATTR_MISMATCH, "activation's linear beta", want.linear_beta, layer.linear_beta),
-        (Code.SHAPE_MISMATCH, "count of experts", want.experts, layer.experts),
-        (Code.SHAPE_MISMATCH, "experts of this rank", want.experts, layer.local),
-        (Code.SHAPE_MISMATCH, "experts a token", want.top_k, routing.top_k),
-        (Code.SHAPE_MISMATCH, "latent width", want.latent, layer.latent),
-        (Code.SHAPE_MISMATCH, "width of one expert on this rank", width, layer.width_used),
-        # Between gate and up rows there may be no rows of padding: vLLM pads 192 to 256 at TP16.
-        (Code.SHAPE_MISMATCH, "stored width of one expert", layer.width_used, layer.width),
-        (Code.ATTR_MISMATCH, "scoring", want.scoring, routing.scoring),
-        (Code.ATTR_MISMATCH, "renormalised weights", want.renormalise, routing.renormalise),
-        (Code.ATTR_MISMATCH, "scale of the weights", want.scale, routing.scale),
-        (Code.ATTR_MISMATCH, "expert groups", 1, routing.groups),
-        (Code.ATTR_MISMATCH, "routing", "by score", routing.custom or "by score"),
-        (Code.DTYPE_MISMATCH, "dtype of the rows", "bfloat16", _dtype(layer.dtype)),
-        (Code.OP_MISMATCH, "features", "none", ", ".join(layer.extras) or "none"),
-    ]
-    found = [
-        _reason(layer, code, what, expected, actual)
-        for code, what, expected, actual in checks
-        if expected != actual
-    ]
-    return [*found, *_weight_objections(layer, want)]
-
-
-def _weight_objections(layer: ExpertLayer, want: Wanted) -> list[Reason]:
-    if layer.layout.name not in want.layouts:
-        sentence = f"layout of the weights ({layer.layout.backend}: {layer.layout.rows})"
-        expected = " or ".join(want.layouts)
-        # Sizes and strides of another layout say nothing more.
-        return [_reason(layer, Code.STRIDE_OR_ALIGN, sentence, expected, layer.layout.name)]
-    stored = "uint8" if want.packed else _dtype(layer.dtype)
-    per_item = 2 if want.packed else 1
-    shapes = {
-        "w13": (layer.w13, stored, (layer.local, 2 * layer.width, layer.latent // per_item)),
-        "w2": (layer.w2, stored, (layer.local, layer.latent, layer.width // per_item)),
-    }
-    if want.packed:
-        shapes["w13_scale"] = (
-            layer.w13_scale, "uint8", (layer.local, 2 * layer.width, layer.latent // 32),
-        )  # fmt: skip
-        shapes["w2_scale"] = (
-            layer.w2_scale, "uint8", (layer.local, layer.latent, layer.width // 32),
-        )  # fmt: skip
-    found = []
-    for name, (tensor, dtype, shape) in shapes.items():
-        found += _tensor_objections(layer, name, tensor, dtype, shape)
-    if layer.packed and not want.packed:
-        found.append(_reason(layer, Code.DTYPE_MISMATCH, "weights", "not packed", "MXFP4"))
-    bias = layer.routing.bias
-    if bias is not None:
-        name, dtype = "correction bias", _dtype(torch.float32)
-        found += _tensor_objections(layer, name, bias, dtype, (layer.experts,))
-    for weight in (*layer.shared_gate_up, layer.shared_down):
-        if weight is not None and _dtype(weight.dtype) != _dtype(layer.dtype):
-            what, actual = "dtype of the shared expert", _dtype(weight.dtype)
-            found.append(_reason(layer, Code.DTYPE_MISMATCH, what, _dtype(layer.dtype), actual))
-    return found
-
-
-def _tensor_objections(
-    layer: ExpertLayer, name: str, tensor: Tensor | None, dtype: str, shape: tuple[int, ...]
-) -> list[Reason]:
-    if tensor is None:
-        return [_reason(layer, Code.DTYPE_MISMATCH, name, dtype, "no tensor")]
-    found = []
-    if _dtype(tensor.dtype) != dtype:
-        what = f"dtype of {name}"
-        found.append(_reason(layer, Code.DTYPE_MISMATCH, what, dtype, _dtype(tensor.dtype)))
-    if tuple(tensor.shape) != shape:
-        what = f"shape of {name}"
-        found.append(_reason(layer, Code.SHAPE_MISMATCH, what, shape, tuple(tensor.shape)))
-    elif not tensor.is_contiguous():
-        what = f"strides of {name}"
-        found.append(_reason(layer, Code.STRIDE_OR_ALIGN, what, "contiguous", tensor.stride()))
-    if tensor.device.type != "meta" and tensor.data_ptr() % ALIGNMENT:
-        what, actual = f"address of {name}", f"{tensor.data_ptr() % ALIGNMENT} bytes beyond"
-        expected = f"a multiple of {ALIGNMENT} bytes"
-        found.append(_reason(layer, Code.STRIDE_OR_ALIGN, what, expected, actual))
-    return found
-
-
 def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _reason(layer: ExpertLayer, code: Code, what: str, expected: Any, actual: Any) -> Reason:
-    return Reason(
-        code,
-        f"{layer.name}: {what} is {actual}",
-        expected=str(expected),
-        actual=str(actual),
-        hint="nothing is lost: vLLM's own experts run",
-    )
-
-
-def report(config: Any) -> dict[str, Any]:
+def report(config: Any, *, reference: bool = False) -> dict[str, Any]:
     """Return what the engine's MoE layers hold and what keeps kernels from them, as plain values.
 
     {"layers": count, "kinds": [description with its count], "reasons": [one of each]}; a layer that
-    cannot be read is a reason.
+    cannot be read is a reason. reference: what the reference implementations take.
     """
+    from k3fuse.patterns.experts_partials import objections
+
     try:
-        layers = survey(config)
+        layers: dict[str, Any] = dict(survey(config))
     except Refusal as refusal:
         return {"layers": 0, "kinds": [], "reasons": [refusal.reason.to_json()]}
     kinds: dict[str, dict[str, Any]] = {}
@@ -364,7 +303,7 @@ def report(config: Any) -> dict[str, Any]:
         described = layer.describe()
         kind = kinds.setdefault(repr(described), {**described, "layers": 0})
         kind["layers"] += 1
-        for reason in objections(layer):
+        for reason in objections(layer, reference=reference):
             reasons.setdefault(reason.sentence.removeprefix(layer.name), reason.to_json())
     return {
         "layers": len(layers),

@@ -141,7 +141,9 @@ class Record:
             "reasons": [r.to_json() for r in self.decision.reasons],
             "notes": list(self.decision.notes),
             "graphs": len(reports),
-            "experts": experts.report(self.config),
+            "experts": experts.report(
+                self.config, reference=target is not None and target.is_reference
+            ),
             "report": None,
         }
         if regions is not None:
@@ -189,7 +191,7 @@ def merged(reports: Sequence[Report]) -> Report:
     first = reports[0]
     total = Report(
         "all graphs", first.target, first.m, first.tp, first.patterns, plan=first.plan,
-        validated=first.validated, changed_options=first.changed_options,
+        validated=first.validated, changed_options=first.changed_options, optional=first.optional,
     )  # fmt: skip
     for report in reports:
         merge(total, report)

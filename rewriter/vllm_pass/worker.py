@@ -18,6 +18,8 @@ from k3fuse.rewriter.backend import StrictError
 from k3fuse.rewriter.pattern import load_patterns
 from k3fuse.rewriter.ranks import agree
 from k3fuse.rewriter.reasons import Code, Reason
+from k3fuse_vllm.experts import use_engine
+from k3fuse_vllm.experts_op import experts_op
 from k3fuse_vllm.facts import Facts
 from k3fuse_vllm.processes import group_sizes, rank
 from k3fuse_vllm.record import Outcome, Record
@@ -73,6 +75,8 @@ class Watch:
         if self.decision.route is Route.BACKEND:
             _take_inductor_settings(self.config.compilation_config.inductor_compile_config)
         load_patterns()  # registers the fused ops before a cached artifact that names them loads
+        experts_op()
+        use_engine(self.config)
         if self.facts.passes:
             from k3fuse_vllm.graph_pass import set_engine
 
