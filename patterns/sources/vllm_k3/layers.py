@@ -127,15 +127,20 @@ def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def engine(tp: int, layers: int = LAYERS, moe_backend: str = "") -> Iterator[Any]:
+def engine(
+    tp: int,
+    layers: int = LAYERS,
+    moe_backend: str = "",
+    changes: Mapping[str, Any] | None = None,
+) -> Iterator[Any]:
     """vLLM's config for the model at `tp`-way tensor parallelism, current while the block runs.
 
     moe_backend: "" keeps the experts in BF16; else they are MXFP4, as published, for that backend
-    of vLLM ("auto" for its own choice).
+    of vLLM ("auto" for its own choice). changes: other values of the text config.
     """
     arguments = _module("vllm.engine.arg_utils").EngineArgs
     torch.set_default_dtype(torch.bfloat16)
-    text = text_config(layers)
+    text = {**text_config(layers), **(changes or {})}
     if moe_backend:
         text["quantization_config"] = {"quant_method": "mxfp4"}
     with tempfile.TemporaryDirectory() as folder:
