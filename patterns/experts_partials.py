@@ -128,7 +128,7 @@ def layer_values(layer: ExpertLayer) -> dict[sympy.Symbol, Value]:
         _WEIGHTS: s.name("mxfp4" if layer.packed else "not packed"),
         _ROUNDED_TO: s.name(layer.layout.activations or "not known"),
         _PLACED: s.name(misplaced(layer) or "yes"),
-        _ACTIVATION: s.name(layer.activation),
+        _ACTIVATION: s.name(_activation(layer)),
         _BETAS: s.name(f"{_number(layer.beta)}, {_number(layer.linear_beta)}"),
         _SHARED: s.name("same" if same else "other" if shared is not None else "none"),
         _SCORING: s.name(routing.scoring),
@@ -146,6 +146,13 @@ def layer_values(layer: ExpertLayer) -> dict[sympy.Symbol, Value]:
         _I: s.value(layer.width_used),
         s.TP: s.value(layer.tp),
     }
+
+
+def _activation(layer: ExpertLayer) -> str:
+    """The activation's name; SiTU without a linear beta does not squash the up row."""
+    if layer.activation == "situ" and not ((layer.beta or 0) > 0 and (layer.linear_beta or 0) > 0):
+        return "situ without positive betas"
+    return layer.activation
 
 
 def _number(value: float | None) -> str:

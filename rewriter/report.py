@@ -34,7 +34,8 @@ class Report:
     m: tokens in the step, an int or the text of a symbol with its range. seconds: wall time of the
     rewrite (recognise, match, guard, edit, verify). nodes: before and after. graphs: pieces of the
     graph by key, for sites that were recorded; layers: computed bytes (costs.layer_costs). rank,
-    world: of the process that made the report. optional: patterns that a layer can do without.
+    world: of the process that made the report. optional: patterns that a layer can do without;
+    `patterns` has them where a graph shows what they are about.
     """
 
     source: str
@@ -67,8 +68,10 @@ class Report:
     # --- counts -------------------------------------------------------------------------------
 
     def counts(self) -> dict[str, PatternCount]:
-        """Counts by pattern name, every loaded pattern present."""
-        found = {name: PatternCount(self.expected.get(name)) for name in self.patterns}
+        """Counts by pattern name; an optional one is there where something was found of it."""
+        awaited = (name for name in self.optional if name in self.expected)
+        seen = (*self.patterns, *awaited, *(x.pattern for x in (*self.sites, *self.near)))
+        found = {name: PatternCount(self.expected.get(name)) for name in seen}
         for site in self.sites:
             count = found[site.pattern]
             if site.outcome == "found":

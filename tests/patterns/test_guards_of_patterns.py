@@ -12,6 +12,7 @@ import pytest
 import sympy
 
 from build import run_stored
+from expert_layer import as_loaded
 from k3fuse.patterns.sources.kimi_k3 import build
 from k3fuse.rewriter.engine import rewrite
 from k3fuse.rewriter.guards import Guard, failures, name
@@ -39,6 +40,18 @@ INSTEAD: dict[str, list[sympy.Basic]] = {
     "logits_dtype": [name("bfloat16")],
     "bias_dtype": [name("bfloat16")],
     "experts_dtype": [name("bfloat16")],
+    "layout": [name("marlin")],
+    "weights": [name("not packed")],
+    "activations": [name("bf16")],
+    "placed": [name("w2 is not there")],
+    "betas": [name("4, none")],
+    "renormalised": [name("no")],
+    "scale": [name("2.5")],
+    "expert_groups": [sympy.Integer(8)],
+    "routing": [name("CustomRoutingRouter")],
+    "features": [name("LoRA")],
+    "input_ids": [name("given")],
+    "E_rank": [sympy.Integer(112)],
 }
 DTYPES = [name("float32"), name("float16"), name("mixed")]
 # At TP4 the sizes of a rank are other ones; then only the group's size is wrong.
@@ -46,6 +59,11 @@ TOGETHER: dict[str, list[dict[str, int]]] = {
     "attention_projection": [{"TP": 4, "N": 4 * 12288 // 4 + 128 + 96 // 4}],
     "output_projection": [{"TP": 4, "K": 12288 // 4}],
     "experts": [{"TP": 4, "I": 3072 // 4}],
+    "experts_partials": [
+        {"TP": 4, "I": 3072 // 4},
+        {"E": 384, "E_rank": 384},
+        {"L": 4096, "row": 4096},
+    ],
 }
 
 
@@ -59,6 +77,11 @@ def accepted() -> dict[str, list[Site]]:
     for report in reports:
         for site in report.found:
             found.setdefault(site.pattern, []).append(site)
+    with pytest.MonkeyPatch.context() as patched:
+        as_loaded(patched)
+        # Only found: what replaces the site needs vLLM.
+        report = run_stored("stack5_tp8_m4_opaque", dry_run=True)[1]
+    found["experts_partials"] = [s for s in report.found if s.pattern == "experts_partials"]
     return found
 
 

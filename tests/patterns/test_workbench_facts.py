@@ -22,7 +22,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def built(m: int) -> dict[str, dict[str, dict[str, object]]]:
     document = inspect_source(str(DATA / f"layer3_tp8_m{m}_opaque.json"), plan=True)
-    return {s["pattern"]: s["built"] for s in document["sites"]}
+    return {s["pattern"]: s["built"] for s in document["sites"] if s["outcome"] != "near"}
 
 
 def test_a_site_of_a_variants_own_size() -> None:

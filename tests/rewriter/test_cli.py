@@ -79,11 +79,12 @@ def test_inspect_gives_one_document() -> None:
     d = document(result)
     assert set(d) >= KEYS
     assert (d["target"], d["m"], d["tp"], d["plan"]) == ("gb300:tp8", 4, 8, True)
-    assert {n: c["found"] for n, c in d["patterns"].items()} == dict.fromkeys(
-        ("attention_projection", "output_projection", "router", "experts", "attn_res"), 1
-    )
+    taken = ("attention_projection", "output_projection", "router", "experts", "attn_res")
+    found = {n: c["found"] for n, c in d["patterns"].items()}
+    # The weights behind vLLM's op are an engine's.
+    assert found == {**dict.fromkeys(taken, 1), "experts_partials": 0}
     assert {s["layer"] for s in d["sites"]} == {1}
-    assert all(s["kernel"] for s in d["sites"])
+    assert {s["pattern"] for s in d["sites"] if s["kernel"]} == set(taken)
 
 
 def test_inspect_gives_a_table() -> None:
@@ -285,7 +286,9 @@ def test_a_dump_is_complete(dump: Path) -> None:
 
 
 def test_explain(dump: Path, stock: Path) -> None:
-    assert call("explain", dump).stdout.strip() == "every site was rewritten"
+    (first, reason, *_) = call("explain", dump).stdout.strip().splitlines()
+    assert first == "layer 1  experts_partials  near  at moe_forward_shared"
+    assert reason.strip().endswith("are not loaded: no engine runs here")
     assert document(call("explain", dump, "--json"))["sites"] == []
     d = document(call("explain", stock, "--json"))
     assert [s["pattern"] for s in d["sites"]] == ["experts"]

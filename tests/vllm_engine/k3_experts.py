@@ -35,14 +35,19 @@ def main() -> None:
 
 
 def _read(config: Any, built: Any) -> dict[str, Any]:
+    from k3fuse.patterns.experts_partials import objections
     from k3fuse.rewriter.reasons import Refusal
     from k3fuse_vllm import experts
     from k3fuse_vllm.expert_layout import of_method
     from k3fuse_vllm.layer_ref import layer_ref
 
-    rows = of_method(SimpleNamespace(mxfp4_backend=SimpleNamespace(name="B12X_MXFP4_MXFP8")))
+    names = ("B12X_MXFP4_MXFP8", "FLASHINFER_TRTLLM_MXFP4_MXFP8")
+    rows, trtllm = (
+        of_method(SimpleNamespace(mxfp4_backend=SimpleNamespace(name=n))) for n in names
+    )
     (name,) = config.compilation_config.static_all_moe_layers
     held = built.layers[1].block_sparse_moe.experts.routed_experts
+    experts.use_engine(config)
     layer = experts.survey(config)[name]
     with built.decode_context([1], 4):
         running = experts.lookup(layer_ref()(name))
@@ -67,10 +72,13 @@ def _read(config: Any, built: Any) -> dict[str, Any]:
             "w2": list(layer.w2.shape),
             "w13_scale": list(layer.w13_scale.shape) if layer.packed else None,
             "w2_scale": list(layer.w2_scale.shape) if layer.packed else None,
-            "shared": [list(w.shape) for w in (*layer.shared_gate_up, layer.shared_down)],
+            "shared": [list(w.shape) for w in layer.shared.tensors().values()],
             "bias": [*layer.routing.bias.shape, str(layer.routing.bias.dtype)],
         },
         "betas": [layer.beta, layer.linear_beta],
+        "shared betas": layer.shared.facts(),
+        "router": layer.routing.router,
+        "not loaded": _refused(experts, name),
         "routing": [
             layer.routing.scoring,
             layer.routing.renormalise,
@@ -79,11 +87,23 @@ def _read(config: Any, built: Any) -> dict[str, Any]:
         ],
         "widths": [layer.width, layer.width_used],
         "extras": list(layer.extras),
-        "objections": [str(r) for r in experts.objections(layer)],
-        # The same layer, had its backend kept the checkpoint's order: no weights are loaded here.
-        "by_rows": [str(r) for r in experts.objections(replace(layer, layout=rows))],
+        "objections": [str(r) for r in objections(layer)],
+        # The same layer, had its backend kept another order: no weights are loaded here.
+        "by_rows": [str(r) for r in objections(replace(layer, layout=rows))],
+        "by_trtllm": [str(r) for r in objections(replace(layer, layout=trtllm))],
         "report": experts.report(config),
     }
+
+
+def _refused(experts: Any, name: str) -> str:
+    """Why a graph's layer is not taken: this engine's weights have shapes alone."""
+    from k3fuse.rewriter.reasons import Refusal
+
+    try:
+        experts.find(name)
+    except Refusal as refusal:
+        return str(refusal)
+    return ""
 
 
 if __name__ == "__main__":

@@ -79,7 +79,9 @@ def _run(config: Any, tp: int, region: str, single: list[int] | None) -> dict[st
         "totals": regions.totals(),
         "refused_sites": sorted(_codes(backend.reports())),
         "tokens": sorted({str(r.m) for r in backend.reports()}),
-        "near": sorted({m.reason.code.value for r in backend.reports() for m in r.near}),
+        "near": sorted(
+            {(m.pattern, m.reason.code.value) for r in backend.reports() for m in r.near}
+        ),
         "seconds": round(time.perf_counter() - start, 1),
     }
 

@@ -125,7 +125,6 @@ class Run:
         """Every look, in an order in which each finds the layers as it needs them."""
         found: dict[str, Any] = {"rows": self.accepted("rows"), "inductor": self.inductor()}
         found["refusals"] = self.refusals()
-        print(json.dumps(found, indent=1), file=sys.stderr, flush=True)
         found["at run time"] = self.at_run_time()
         found["off"] = self.sites(self.compiled(disable=[NAME]))
         found["cache keys"] = self.cache_keys()
@@ -144,7 +143,7 @@ class Run:
         for m in (5, 1, 64):
             for name, moe in (("first", self.first), ("second", self.second)):
                 got = self.call(step, moe, m)
-                worst[f"{name} {m}"] = [difference(a, b) for a, b in zip(got, expected(self, moe, m))]
+                worst[f"{name} {m}"] = differences(got, expected(self, moe, m))
         same = [p.data_ptr() for m in (self.first, self.second) for p in m.parameters()]
         report = k3fuse.reports()[0]
         above = [difference(a, torch.full_like(a, 7)) for a in self.call(step, self.first, 65)]
@@ -169,7 +168,7 @@ class Run:
         other = self.call(step, self.second, 5)
         wanted = [expected(self, moe, 5) for moe in (self.first, self.second)]
         return {
-            "worst": [difference(a, b) for a, b in zip(got + other, wanted[0] + wanted[1])],
+            "worst": differences(got + other, wanted[0] + wanted[1]),
             "differ": difference(got[1], other[1]) > 0.1,
         }
 
@@ -239,9 +238,9 @@ class Run:
         given = self.inputs(5)
         return {
             "stock": [difference(a, torch.full_like(a, 7)) for a in other],
-            "again": [difference(a, b) for a, b in zip(ours, again)],
+            "again": differences(ours, again),
             "arguments": [
-                *(torch.equal(a, b) for a, b in zip((hidden, logits, shared_x), given)),
+                *map(torch.equal, (hidden, logits, shared_x), given),
                 ids is None, unpadded == 0, ref.value == self.second.experts.layer_name,
             ],
         }  # fmt: skip
@@ -346,6 +345,11 @@ def expected(run: Run, moe: Any, m: int) -> list[Tensor]:
 def difference(a: Tensor, b: Tensor) -> float:
     """Norm of the difference over the norm of what is expected."""
     return round(float((a.float() - b.float()).norm() / b.float().norm()), 6)
+
+
+def differences(got: list[Tensor], wanted: list[Tensor]) -> list[float]:
+    """`difference` of each pair."""
+    return [difference(a, b) for a, b in zip(got, wanted, strict=True)]
 
 
 if __name__ == "__main__":

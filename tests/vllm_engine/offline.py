@@ -64,6 +64,7 @@ def experts(llm: Any) -> dict[str, Any] | None:
     """What k3fuse reads of the engine's MoE layers, where it was asked for."""
     if "k3fuse_vllm.worker" not in sys.modules:
         return None
+    from k3fuse.patterns.experts_partials import objections
     from k3fuse_vllm import experts as reading
 
     config = llm.llm_engine.vllm_config
@@ -77,8 +78,8 @@ def experts(llm: Any) -> dict[str, Any] | None:
             "bias": list(layer.routing.bias.shape) if layer.routing.bias is not None else None,
             "routing": [layer.routing.scoring, layer.routing.groups, layer.routing.kept],
             "scale": layer.routing.scale,
-            "shared": [list(w.shape) for w in (*layer.shared_gate_up, layer.shared_down)],
-            "objections": sorted({r.code.value for r in reading.objections(layer)}),
+            "shared": [list(w.shape) for w in layer.shared.tensors().values()],
+            "objections": sorted({r.code.value for r in objections(layer, reference=True)}),
             "extras": list(layer.extras),
         }
     return found

@@ -83,8 +83,34 @@ def test_experts_are_read_where_they_lie(engine: Any) -> None:
     told = on.report["experts"]
     assert (told["layers"], told["kinds"][0]["layers"]) == (LAYERS - 1, LAYERS - 1)
     sentences = " ".join(r["sentence"] for r in told["reasons"])
-    assert "activation is silu" in sentences
-    assert "layout of the weights (UnquantizedFusedMoEMethod CPU" in sentences
+    assert "but activation = silu" in sentences
+    assert "but layout = cpu_tiles" in sentences
+
+
+def test_experts_of_another_layout_stay_and_say_why(engine: Any) -> None:
+    """Unquantised experts in the CPU's tiles: refused by every guard that they break."""
+    on = engine("regional", {**EAGER, **asking(**REGION)})
+    refused = [s for s in on.report["report"]["sites"] if s["pattern"] == "experts_partials"]
+    assert {s["outcome"] for s in refused} == {"refused"}
+    codes = {r["code"] for s in refused for r in s["reasons"]}
+    assert codes == {"STRIDE_OR_ALIGN", "DTYPE_MISMATCH", "ATTR_MISMATCH", "OP_MISMATCH"}
+    actual = {r["actual"] for s in refused for r in s["reasons"]}
+    assert {
+        "layout = cpu_tiles", "weights = not packed", "activation = silu", "expert_groups = 4",
+        "features = a gate inside",
+    } <= actual  # fmt: skip
+    assert on.tokens == engine("eager", EAGER).tokens
+
+
+def test_the_operator_runs_vllms_own_where_the_layer_is_another(engine: Any) -> None:
+    """Two layers behind the operator in a graph that was made for neither: the same tokens."""
+    on = engine("stale", {**EAGER, **asking(**REGION)}, adapt="cuda_ops,fallback,stale")
+    assert on.tokens == engine("eager", EAGER).tokens, on.log[-3000:]
+    assert on.sites == {**LAYER_SITES, "experts_partials": LAYERS - 1}
+    for n in range(1, LAYERS):
+        line = f"vLLM's experts run: model.layers.{n}.mlp.experts is not the layer that its graph"
+        assert on.log.count(line) == 1
+    assert "vLLM's experts run" not in engine("regional", {**EAGER, **asking(**REGION)}).log
 
 
 def test_a_quantised_linear_is_refused_by_name(parts: Any) -> None:

@@ -10,6 +10,7 @@ fallback   Inductor calls ATen instead of generating C++ (seconds instead of min
 mode1      let the CPU runner compile the model in mode 1, as the GPU runner does
 fork       workers are forks of the engine's process, which has imported everything
 disagree   rank 1 leaves out one pattern
+stale      graphs get the operator for the experts, made for layers that no engine has
 unknown    a version of vLLM that nobody knows
 """
 
@@ -128,6 +129,17 @@ def _disagree() -> None:
     backend._ask_ranks = ask
 
 
+def _stale() -> None:
+    from itertools import count
+
+    from k3fuse.patterns.experts_partials import ExpertsPartials
+    from k3fuse_vllm.experts import ExpertLayer
+
+    numbers = count()
+    ExpertsPartials.guards = ()
+    ExpertLayer.facts = lambda self: str(next(numbers))
+
+
 def _unknown() -> None:
     import vllm
 
@@ -141,5 +153,6 @@ STEPS: dict[str, Callable[[], None]] = {
     "mode1": _mode1,
     "fork": _fork,
     "disagree": _disagree,
+    "stale": _stale,
     "unknown": _unknown,
 }
