@@ -168,7 +168,7 @@ def _match(view: GraphView, patterns: tuple[Pattern, ...], report: Report) -> No
                 report.sites.append(found)
             else:
                 report.near.append(found)
-    seen = {found.pattern for found in (*report.sites, *report.near)}
+    seen = {site.pattern for site in report.sites} | {miss.pattern for miss in report.near}
     report.patterns = tuple(p.name for p in patterns if p.name in seen or not p.optional)
     report.sites.sort(key=lambda s: view.index[s.nodes[0]])
 

@@ -70,7 +70,8 @@ class Report:
     def counts(self) -> dict[str, PatternCount]:
         """Counts by pattern name; an optional one is there where something was found of it."""
         awaited = (name for name in self.optional if name in self.expected)
-        seen = (*self.patterns, *awaited, *(x.pattern for x in (*self.sites, *self.near)))
+        seen = [*self.patterns, *awaited, *(s.pattern for s in self.sites)]
+        seen += [miss.pattern for miss in self.near]
         found = {name: PatternCount(self.expected.get(name)) for name in seen}
         for site in self.sites:
             count = found[site.pattern]

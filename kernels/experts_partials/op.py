@@ -141,7 +141,7 @@ def given(*arguments: Any) -> Given:
     choice = Choice(top_k, scoring, renormalize, scale, eps, weights_dtype)
     operands = Operands(
         hidden, *stand_ins(hidden.shape[0], choice), w13, w13_scale, w2, w2_scale, shared_hidden,
-        gate_up, down, None, None, layout, width,
+        gate_up, down, None, None, layout=layout, width=width,
     )  # fmt: skip
     return Given(logits, bias, operands, choice, Activation(name, beta, linear_beta))
 
