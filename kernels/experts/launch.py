@@ -107,9 +107,9 @@ class Operands:
 def engine(arch: str, given: Operands) -> str:
     """The engine of the routed experts: the policy's, or the twin where it cannot take them."""
     found = ENGINES.get(arch, TWIN)
-    latent, inter = given.hidden.shape[1], 2 * given.w2.shape[2]
     apart = [w for w in (given.w13, given.w2) if w.data_ptr() % MAP_ALIGNMENT]
-    plain = given.layout == ROWS and not apart and fits_block(latent, inter)
+    fits = fits_block(given.hidden.shape[1], given.inter)
+    plain = given.layout == ROWS and not apart and fits
     return found if plain else TWIN
 
 
