@@ -197,16 +197,20 @@ class Experts:
                 self.tile(base, stage, part, tile, x, place, warp, lane)
                 if place == config.tiles1 - 1:
                     self.activate(given, base, number - place, units, warp, lane)
+                    ptx.named_barrier(1, WORKERS)
             fetch_device.release(config, base, start + tile, lane)
 
     def activate(
         self, given: Any, base: Any, number: Any, units: Any, warp: Any, lane: Any
     ) -> None:
-        """All warps' partial sums are there: add them up; SiTU."""
+        """All warps' partial sums are there: add them up; SiTU.
+
+        Before the next sums and the exchange come, the caller waits, unless each thread reads its
+        own columns only, as with one unit.
+        """
         ptx.named_barrier(1, WORKERS)
         tid = warp * Int32(32) + lane
         hidden_device.activate(self.config, given, base, number, units, tid)
-        ptx.named_barrier(1, WORKERS)
 
     def tile(
         self,

@@ -236,6 +236,8 @@ class Group:
         if number < 0:
             self.alive[lanes] = False
             self.remaining -= len(lanes)
+            if self.cluster_size > 1:
+                self.shared.gone = ~self.live_ctas()
             return
         self.work.setdefault(number, []).append(lanes)
 

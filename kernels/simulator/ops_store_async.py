@@ -60,6 +60,7 @@ def _landing(
     copies: Copies | None,
 ) -> Callable[[], None]:
     def land() -> None:
+        group.shared.still_there(places // group.shared.size, None, who)
         group.shared.write(places, width, [value], who)
         if copies is not None:
             copies.land()

@@ -59,6 +59,7 @@ class SharedMemory:
         self.marks = {width: self.written.view(UNSIGNED[width]) for width in (8, 16, 32, 64)}
         self.barriers: dict[int, MBarriers] = {}
         self.version = 0
+        self.gone: Array | None = None  # CTAs whose threads have all exited, once one has
         self.races: RaceChecker | None = None
         self.read_bytes = self.written_bytes = self.remote_bytes = 0
 
@@ -70,7 +71,22 @@ class SharedMemory:
         own = self.cta_ranks[ctas] + 1
         if not cluster and ((rank != 0) & (rank != own)).any():
             raise MemoryAccessError(f"shared::cta access to another CTA: {site.where(0)}")
-        return np.where(rank > 0, self.cluster_base[ctas] + rank - 1, ctas)
+        found: Array = np.where(rank > 0, self.cluster_base[ctas] + rank - 1, ctas)
+        self.still_there(found, ctas, site)
+        return found
+
+    def still_there(self, owners: Array, ctas: Array | None, site: Origin) -> None:
+        """Refuse memory of CTAs that have exited; their own (`ctas`) is not looked at."""
+        if self.gone is None:
+            return
+        late = self.gone[owners] if ctas is None else self.gone[owners] & (owners != ctas)
+        if late.any():
+            lane = int(np.flatnonzero(late)[0])
+            rank = int(self.cta_ranks[owners[lane]])
+            raise MemoryAccessError(
+                f"shared memory of CTA {rank} of the cluster is used after that CTA has exited; "
+                f"let it wait for its peers (barrier.cluster) before it ends: {site.where(lane)}"
+            )
 
     def locate(
         self, address: Array, ctas: Array, size: int, site: Origin, verb: str, cluster: bool = False

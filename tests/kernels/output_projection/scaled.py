@@ -7,7 +7,6 @@ outputs are x and the prefix, so that an early read of either is one.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -32,23 +31,6 @@ from k3fuse.kernels.simulator import Multicast, SimulationError
 RANK = 0  # whose columns in a two-shot exchange are those of the first cluster
 COLUMNS = CLUSTER * ROWS
 SEEDS = (1, 2)
-# What orders something: barriers, fences, waits, and what mbarriers are told to wait for.
-_ORDER = re.compile(
-    r"^[^\n/]*(?:bar\.sync|bar\.arrive|barrier\.cluster\.\w+|mbarrier\.\w+|fence\.\w+"
-    r"|griddepcontrol\.wait)[^\n]*$",
-    re.MULTILINE,
-)
-
-
-def sites(built: Built) -> list[tuple[str, Built]]:
-    """Each of them as text, and the kernel without it."""
-    return [
-        (
-            place.group().strip(),
-            replace(built, ptx=built.ptx[: place.start()] + built.ptx[place.end() :]),
-        )
-        for place in _ORDER.finditer(built.ptx)
-    ]
 
 
 def one_cluster(built: Built) -> Built:

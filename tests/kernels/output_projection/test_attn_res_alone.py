@@ -14,7 +14,7 @@ from k3fuse.kernels.check import Launch, run_sequence
 from k3fuse.kernels.check.case import Step
 from k3fuse.kernels.common.tolerances import compare
 from k3fuse.kernels.simulator import SimulationError
-from scaled import sites
+from left_out import sites
 
 pytest.importorskip("cutlass")
 

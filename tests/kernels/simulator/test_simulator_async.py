@@ -213,6 +213,15 @@ def test_st_async() -> None:
             cluster=(2, 1, 1))  # fmt: skip
 
 
+def test_st_async_to_a_cta_that_has_exited() -> None:
+    """CTA 0 does not wait for what its peer sends."""
+    body = SEND.format(expect=128)
+    gone = body.replace("  xor.b32 %c1", "  setp.eq.u32 %p3, %c0, 0;\n  @%p3 ret;\n  xor.b32 %c1")
+    out = torch.zeros(64, dtype=torch.int32)
+    with pytest.raises(MemoryAccessError, match="that CTA has exited"):
+        run(kernel(gone, params=1, shared=256), [out], grid=(2, 1, 1), cluster=(2, 1, 1))
+
+
 MMA = """
   shr.u32 %r2, %r0, 2;
   and.b32 %r3, %r0, 3;

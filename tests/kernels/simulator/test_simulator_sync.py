@@ -355,6 +355,31 @@ def test_a_missing_cluster_barrier_is_found() -> None:
     assert found >= 10
 
 
+# CTA 1 of each cluster is held up before it reads.
+HELD = """
+  setp.eq.u32 %p4, %c0, 0;
+  mov.u32 %r9, 0;
+  @%p4 bra GO;
+HOLD:
+  add.u32 %r9, %r9, 1;
+  setp.lt.u32 %p5, %r9, 40;
+  @%p5 bra HOLD;
+GO:
+"""
+LAST = "  barrier.cluster.arrive.relaxed.aligned;\n  barrier.cluster.wait.aligned;\n"
+
+
+def test_memory_of_a_cta_that_has_exited_is_not_read() -> None:
+    body = CLUSTER.format(barrier=ARRIVE)
+    assert body.count(LAST) == 1
+    held = body.replace("  ld.shared::cluster", HELD + "  ld.shared::cluster")
+    out = torch.zeros(128, dtype=torch.int32)
+    where = {"grid": (4, 1, 1), "cluster": (2, 1, 1)}
+    run(kernel(held, params=1, shared=128), [out], **where)  # the control
+    with pytest.raises(MemoryAccessError, match="that CTA has exited"):
+        run(kernel(held.replace(LAST, ""), params=1, shared=128), [out], **where)
+
+
 def test_cluster_shapes_and_ranks() -> None:
     body = """
   mov.u32 %r5, %cluster_ctarank;

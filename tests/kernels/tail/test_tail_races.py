@@ -12,28 +12,21 @@ from k3fuse.kernels.build.compile import Built
 from k3fuse.kernels.simulator import SimulationError
 from k3fuse.kernels.tail.builder import config_of
 from k3fuse.kernels.tail.problem import mailboxes
+from left_out import sites, weakened
 
 pytest.importorskip("cutlass")
 
-_SITE = re.compile(
-    r"^[^\n/]*(?:bar\.sync|barrier\.cluster\.\w+|mbarrier\.try_wait|fence\.mbarrier"
-    r"|griddepcontrol\.wait)[^\n]*$",
-    re.MULTILINE,
-)
-# In the order of the code: the barriers' fence, arrival at the cluster, the predecessor, the call's
-# number, the sums of squares (two), the rows in shared memory, the cluster, the partial sums, what
-# the cluster sends.
-SITES = 10
-PREDECESSOR = 2
+WEAK = 1  # explicit acquires and releases
+PREDECESSOR = "griddepcontrol.wait;"
 # Nine tokens on eight CTAs: one of them normalises two.
 TOKENS = 9
 
 
-def found(built: Built, calls: int = 1) -> str:
+def found(built: Built, calls: int = 1, tokens: int = TOKENS) -> str:
     """What a run of two ranks reports; "" for nothing."""
     config = config_of(built.variant)
     boxes = mailboxes(config.box)
-    problems = [problem_of(built.variant, TOKENS, seed, boxes=boxes) for seed in range(calls)]
+    problems = [problem_of(built.variant, tokens, seed, boxes=boxes) for seed in range(calls)]
     try:
         report = run(built, *problems, races=True)
     except SimulationError as error:
@@ -41,26 +34,35 @@ def found(built: Built, calls: int = 1) -> str:
     return "; ".join(str(race) for race in report.races or ())
 
 
-def without(built: Built, site: int) -> Built:
-    """The kernel without one of its barriers, waits and fences."""
-    places = list(_SITE.finditer(built.ptx))
-    assert len(places) == SITES
-    return replace(built, ptx=built.ptx[: places[site].start()] + built.ptx[places[site].end() :])
-
-
 def test_the_tail_has_no_races() -> None:
     assert found(store().get(kernel(2, 16))) == ""
 
 
-@pytest.mark.parametrize("site", [i for i in range(SITES) if i != PREDECESSOR])
-def test_what_is_left_out_is_found(site: int) -> None:
-    assert found(without(store().get(kernel(2, 16)), site))
+# One-shot or two-shot, where a rank has every other token; a cluster's rows in units of 64; tokens,
+# so that a CTA normalises two; lines that order something.
+FORMS = [(0, 1, TOKENS, 12), (1, 1, 19, 12), (0, 2, TOKENS, 15), (1, 2, 19, 15)]
+
+
+@pytest.mark.parametrize(
+    ("two_shot", "units", "tokens", "lines"),
+    [FORMS[0], *(pytest.param(*form, marks=pytest.mark.nightly) for form in FORMS[1:])],
+)
+def test_what_is_left_out_or_weaker_is_found(
+    two_shot: int, units: int, tokens: int, lines: int
+) -> None:
+    most = 16 if tokens <= 16 else 32
+    built = store().get(kernel(2, most, 64 * units, units=units, two_shot=two_shot))
+    assert found(built, tokens=tokens) == ""
+    less, weak = sites(built), weakened(built)
+    assert (len(less), len(weak)) == (lines, WEAK)
+    missed = [text for text, other in (*less, *weak) if not found(other, tokens=tokens)]
+    assert missed == [PREDECESSOR]
 
 
 def test_two_calls_have_no_races_and_need_the_wait_for_the_predecessor() -> None:
     built = store().get(kernel(2, 16))
     assert found(built, calls=2) == ""
-    assert found(without(built, PREDECESSOR), calls=2)
+    assert found(dict(sites(built))[PREDECESSOR], calls=2)
 
 
 # Stores of the sentinel: a normalised row of the call before, two latent slots, two shared ones,
