@@ -113,12 +113,16 @@ def engine(arch: str, given: Operands) -> str:
     return found if plain else TWIN
 
 
-def variants(row: Row, target: str, given: Operands, floor: bool) -> tuple[Variant | None, Variant]:
+def variants(
+    row: Row, target: str, given: Operands, floor: bool, chip: str = ""
+) -> tuple[Variant | None, Variant]:
     """The kernels that a policy row launches: gate and up (None with a row), then the experts.
 
-    Raises VariantError for sizes outside the kernels.
+    chip: architecture to build for, the target's by default. Raises VariantError for sizes outside
+    the kernels.
     """
     arch, tp = chip_of(target)
+    arch = chip or arch
     first = None
     if given.shared_row is None:
         width, hidden = given.halves[0].shape
@@ -209,13 +213,16 @@ def partials(
     floor: bool,
     *,
     runtime: Runtime = RUNTIME,
+    chip: str = "",
+    held: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """This rank's routed [M, L] and shared [M, H] partials, BF16, in two launches.
 
     One with a shared row. given: operands without a `misfit`; rows that cannot be read in place are
-    copied. floor: the hidden row's MXFP8 scale follows the floor rule. Raises LaunchError.
+    copied. floor: the hidden row's MXFP8 scale follows the floor rule. chip: as for `variants`.
+    held: gets the launches' scratch, for those who launch later. Raises LaunchError.
     """
-    first, second = variants(row, target, given, floor)
+    first, second = variants(row, target, given, floor, chip)
     m = given.hidden.shape[0]
     betas = {
         "beta": float_bits(activation.beta), "linear_beta": float_bits(activation.linear_beta),
@@ -253,7 +260,8 @@ def partials(
         maps, *scratch = tiles_of(config, given, x)
         values |= maps
     runtime.kernel(second)(*(values[name] for name in parameter_names(second)))
-    del scratch
+    if held is not None:
+        held += [mid, x, ids, weights, rows, *scratch]
     return routed, shared
 
 
