@@ -75,6 +75,38 @@ AROUND: tuple[Defect, ...] = (
     wrong("reader", "router", "changed", "USER_ESCAPES", extra="logits"),
     wrong("reader", "router", "kept", "", extra="ids"),
     wrong("reader", "experts", "changed", "USER_ESCAPES", **{"routed too": True}),
+    # --- what the experts take from the router: right alone where it is something else
+    wrong(
+        "reader",
+        "experts",
+        "changed",
+        "USER_ESCAPES",
+        shared=True,
+        experts="mx",
+        given_routing=False,
+        **{"row too": True},
+    ),
+    *(
+        wrong(
+            "handed over",
+            "experts",
+            "kept",
+            "-",
+            given_routing=False,
+            experts="mx",
+            shared=True,
+            **{knob: how},
+        )
+        for knob, how in (
+            ("handed", "other latent"),
+            ("handed", "scaled latent"),
+            ("handed", "other weights"),
+            ("handed", "other ids"),
+            ("shared_of", "another"),
+            ("shared_of", "rolled"),
+            ("shared_of", "scaled"),
+        )
+    ),
     wrong("reader", "attention", "kept", "", **{"part too": True}),
     wrong("crossed", "two_blocks", "kept", "OP_MISMATCH INTERPOSED_OP", crossed="both"),
     # --- shapes of the small operands

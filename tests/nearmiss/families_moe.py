@@ -144,6 +144,7 @@ def shared_expert(x: Tensor, knobs: Knobs, inp: Inputs) -> Tensor:
         other = x.roll(1, 0) if knobs.get("shared_rows") else x
         up = linear(other, inp.weight("up", s, H), spelled)
     inner = activation(gate, up, knobs, "shared_").to(x.dtype)
+    inp.kept["row"] = inner
     return linear(inner, inp.weight("down", H, s), knobs.get("down_linear", "linear"))
 
 
@@ -184,9 +185,36 @@ def experts(knobs: Knobs, inp: Inputs) -> tuple[Tensor, ...]:
         "activation": "situ" if knobs["experts"] == "mx" else "silu",
         **knobs.get("force", {}),
     }
-    routed = body(hidden, weights, ids, knobs, inp)
-    shared = shared_expert(x, knobs, inp) if knobs["shared"] else None
-    return (tail(routed, shared, knobs, inp), *([routed] if knobs.get("routed too") else []))
+    routed = body(*read_by_experts(hidden, weights, ids, knobs), knobs, inp)
+    shared = shared_expert(read_by_shared(x, knobs, inp), knobs, inp) if knobs["shared"] else None
+    too = [routed] if knobs.get("routed too") else []
+    too += [inp.kept["row"]] if knobs.get("row too") else []
+    return (tail(routed, shared, knobs, inp), *too)
+
+
+def read_by_experts(
+    hidden: Tensor, weights: Tensor, ids: Tensor, knobs: Knobs
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the experts read: the router's results, or something made of them."""
+    how = knobs.get("handed", "as made")
+    return {
+        "as made": lambda: (hidden, weights, ids),
+        "other latent": lambda: (hidden.roll(1, 0), weights, ids),
+        "scaled latent": lambda: (hidden * 2, weights, ids),
+        "other weights": lambda: (hidden, weights.flip(1), ids),
+        "other ids": lambda: (hidden, weights, (ids + 1) % E),
+    }[how]()
+
+
+def read_by_shared(x: Tensor, knobs: Knobs, inp: Inputs) -> Tensor:
+    """What the shared expert reads: the router's row, or another."""
+    how = knobs.get("shared_of", "the row")
+    return {
+        "the row": lambda: x,
+        "another": lambda: inp.rows("shared_x", M, H),
+        "rolled": lambda: x.roll(1, 0),
+        "scaled": lambda: x * 1.5,
+    }[how]()
 
 
 def opaque(knobs: Knobs, inp: Inputs) -> tuple[Tensor, ...]:

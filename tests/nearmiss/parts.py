@@ -31,6 +31,7 @@ class Inputs:
         self.dtype = dtype
         self.made: dict[str, Tensor] = {}
         self.rowlike: set[str] = set()
+        self.kept: dict[str, Tensor] = {}  # values that a later step may read
 
     def given(self, tensors: Sequence[Tensor]) -> Inputs:
         """The same inputs as other tensors (those of a trace), in order."""
