@@ -18,7 +18,14 @@ from k3fuse.kernels.tail.policy import TABLE as TAIL_TABLE
 from k3fuse.patterns import symbols as s
 from k3fuse.patterns.compose import replacement
 from k3fuse.patterns.hand_over import Taken, pairs
-from k3fuse.patterns.moe import as_routed, gated_mlp, opaque_experts, row_nodes, slices_between
+from k3fuse.patterns.moe import (
+    GatedMlp,
+    as_routed,
+    gated_mlp,
+    opaque_experts,
+    row_nodes,
+    slices_between,
+)
 from k3fuse.patterns.policy import pick
 from k3fuse.rewriter.canonical import dtype_of
 from k3fuse.rewriter.guards import Guard, Value
@@ -256,15 +263,26 @@ class Experts(Pattern):
             facts=(found, None, None, None),
         )
 
-    def _spelled_out(
-        self, view: GraphView, routed: RoutedExperts, taken: Taken | None = None
-    ) -> Site | None:
+    def _spelled_out(self, view: GraphView, routed: RoutedExperts) -> Site | None:
         found = read_tail(view, routed.out)
         if found is None:
             return None
         mlp = gated_mlp(view, found.shared) if found.shared is not None else None
         if found.shared is not None and mlp is None:
             return None
+        linears = [*mlp.gate_up, mlp.down, found.up] if mlp is not None else []
+        if any(f.bias is not None for f in linears if f is not None):
+            return None
+        return self._site(view, found, routed, mlp, None)
+
+    def _site(
+        self,
+        view: GraphView,
+        found: Tail,
+        routed: RoutedExperts,
+        mlp: GatedMlp | None,
+        taken: Taken | None,
+    ) -> Site:
         values = self._tail_values(view, found)
         packed = routed.w13_scale is not None
         values |= {
@@ -292,8 +310,6 @@ class Experts(Pattern):
             values[s.WEIGHT_ROWS_CONTIGUOUS] = (
                 s.rows_contiguous(*(f.weight for f in linears)) if straight else s.NO
             )
-            if any(f.bias is not None for f in linears):
-                return None
         operands: dict[str, Any] = {
             "hidden": routed.hidden, "weights": as_routed(view, routed.weights), "ids": routed.ids,
             "w13": routed.w13, "w13_scale": routed.w13_scale, "w2": routed.w2,
@@ -322,9 +338,9 @@ class Experts(Pattern):
     def hand_overs(self, view: GraphView, found: Sequence[Site]) -> Iterator[HandOver]:
         """The router of the same rows makes the shared hidden row, and the latent row in MXFP8."""
         for giver, taker, gives, taken in pairs(view, found, self.name):
-            takes = self._spelled_out(view, taker.facts[1], taken)
-            if takes is not None:
-                yield HandOver(giver, taker, gives, takes, {"quantize": False})
+            tail_found, routed, mlp, _ = taker.facts
+            takes = self._site(view, tail_found, routed, mlp, taken)
+            yield HandOver(giver, taker, gives, takes, {"quantize": False})
 
     def replacement(self, site: Site, view: GraphView, target: Target) -> Replacement:
         """experts(...), or tail(...) behind an opaque op."""

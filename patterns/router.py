@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import sympy
@@ -121,8 +122,6 @@ class Router(Pattern):
         latent: Linear | None,
         routing: Routing | None,
         opaque: OpaqueExperts | None = None,
-        shared: GatedMlp | None = None,
-        quantize: bool = False,
     ) -> Site:
         group, size = tp_group(view)
         values: dict[sympy.Symbol, Value] = {
@@ -131,7 +130,7 @@ class Router(Pattern):
             s.K: s.value(gate.k),
             _TOP_K: s.value(routing.top_k if routing is not None else 0),
             _L: s.value(latent.n if latent is not None else 0),
-            _S: s.value(shape_of(shared.row)[-1] if shared is not None else 0),
+            _S: s.value(0),
             _LOGITS: s.value(gate.out_dtype),
             _SCORING: s.name(routing.scoring) if routing is not None else _NONE,
             _BIAS_DTYPE: s.common_dtype(routing.bias)
@@ -149,17 +148,6 @@ class Router(Pattern):
             if gate.transposed and (latent is None or latent.transposed)
             else s.NO,
         }
-        if shared is not None:
-            weights = [f.weight for f in (gate, *shared.gate_up)]
-            weights += [latent.weight] if latent is not None else []
-            values[s.W_DTYPE] = s.common_dtype(*weights)
-            if (
-                not all(f.transposed for f in shared.gate_up)
-                or s.rows_contiguous(*weights) != s.YES
-            ):
-                values[s.WEIGHT_ROWS_CONTIGUOUS] = s.NO
-            if any(f.bias is not None for f in shared.gate_up):
-                values[s.BIAS] = s.YES
         if size is not None:
             values[s.TP] = s.value(size)
         made = [routing.weights, routing.ids] if routing is not None else [gate.out]
@@ -167,30 +155,22 @@ class Router(Pattern):
         if latent is not None:
             made.append(latent.out)
             covered += latent.nodes
-        if shared is not None:
-            made.append(shared.row)
-            covered += row_nodes(view, shared)
         notes = () if opaque is None else (hidden(opaque),)
-        if shared is not None:
-            more = " and the latent row in MXFP8" if quantize else ""
-            notes = (f"makes the shared hidden row{more} for the experts",)
         return Site(
             self.name,
             ("router" if routing is not None else "front")
-            + (" + latent" if latent else "")
-            + (" + shared" if shared else ""),
+            + (" + latent" if latent else ""),
             gate.out,
             in_order(covered, view.index),
             {
                 "x": gate.x, "gate": gate.weight,
                 "bias": routing.bias if routing is not None else None,
                 "latent": latent.weight if latent is not None else None,
-                "shared": [f.weight for f in shared.gate_up] if shared is not None else [],
             },
             tuple(made),
             values,
             notes,
-            facts=(gate, latent, routing, group, shared, quantize),
+            facts=(gate, latent, routing, group, None, False),
         )  # fmt: skip
 
     def replacement(self, site: Site, view: GraphView, target: Target) -> Replacement:
@@ -230,8 +210,29 @@ class Router(Pattern):
 
         Results behind the latent row: the shared hidden row; E4M3 and E8M0 of the latent row.
         """
-        gate, latent, routing, *_ = site.facts
-        return self._site(view, gate, latent, routing, shared=shared, quantize=quantize)
+        gate, latent, routing, group, *_ = site.facts
+        linears = [f for f in (gate, latent, *shared.gate_up) if f is not None]
+        weights = [f.weight for f in linears]
+        in_place = all(f.transposed for f in linears) and s.rows_contiguous(*weights) == s.YES
+        more = " and the latent row in MXFP8" if quantize else ""
+        return replace(
+            site,
+            form=f"{site.form} + shared",
+            nodes=in_order([*site.nodes, *row_nodes(view, shared)], view.index),
+            operands={**site.operands, "shared": [f.weight for f in shared.gate_up]},
+            outputs=(*site.outputs, shared.row),
+            values={
+                **site.values,
+                _S: s.value(shape_of(shared.row)[-1]),
+                s.W_DTYPE: s.common_dtype(*weights),
+                s.BIAS: s.yes(any(f.bias is not None for f in linears)),
+                s.WEIGHT_ROWS_CONTIGUOUS: s.yes(in_place),
+            },
+            notes=(*site.notes, f"makes the shared hidden row{more} for the experts"),
+            facts=(gate, latent, routing, group, shared, quantize),
+            reasons=[],
+            guards=[],
+        )
 
     def kernel(self, site: Site, target: Target) -> Kernel | None:
         """The policy's row for M."""

@@ -49,9 +49,9 @@ class Editor:
     _unordered: bool = False
     _inputs_end: list[fx.Node] | None = None
     _fakes: FakeResults = field(default_factory=FakeResults)
-    # By the site's id: its op's call, and the results that it will have.
+    # By the site's id: its op's call; what was checked last, with the results that it will have.
     _calls: dict[int, fx.Node] = field(default_factory=dict)
-    _promised: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    _promised: dict[int, tuple[Replacement, tuple[Any, ...]]] = field(default_factory=dict)
 
     def _tell(
         self, kind: Literal["inserted", "erased", "replaced"], node: str, by: str = ""
@@ -73,14 +73,15 @@ class Editor:
         A result of another site's op (`Made`) is that of the last check of that site.
         """
         args = tuple(
-            self._promised[id(a.site)][a.index] if isinstance(a, Made) else a for a in planned.args
+            self._promised[id(a.site)][1][a.index] if isinstance(a, Made) else a
+            for a in planned.args
         )
         try:
             values = self._fakes.of(planned.op, args, planned.kwargs)
         except (ValueError, TypeError, RuntimeError) as error:
             raise EditError(_unfit(site, error)) from error
         self._check_results(planned, values)
-        self._promised[id(site)] = values
+        self._promised[id(site)] = planned, values
 
     def replace(self, site: Site, planned: Replacement) -> fx.Node:
         """Put the op in the site's place. Raises EditError with the graph untouched.
@@ -127,10 +128,12 @@ class Editor:
             for o in planned.outputs
         )
         replacement = Replacement(planned.op, args, kwargs, outputs)
-        try:
-            values = self._fakes.of(planned.op, args, kwargs)
-        except (ValueError, TypeError, RuntimeError) as error:
-            raise EditError(_unfit(site, error)) from error
+        checked, values = self._promised.get(id(site), (None, ()))
+        if checked is not planned:
+            try:
+                values = self._fakes.of(planned.op, args, kwargs)
+            except (ValueError, TypeError, RuntimeError) as error:
+                raise EditError(_unfit(site, error)) from error
         self._check_results(replacement, values)
         graph = self.module.graph
         inner = set(site.nodes)

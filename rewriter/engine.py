@@ -111,7 +111,7 @@ def _rewrite(
     with phase("guard"):
         for site in report.sites:
             _judge(site, view, loaded, target, options)
-        _shadow(report, loaded)
+        _shadow(view, report, loaded)
         join(view, loaded, report, lambda site: _judge(site, view, loaded, target, options))
         _token_count(report)
     if consent is not None and (objection := consent(report)) is not None:
@@ -276,12 +276,12 @@ def _other_group(site: Site, target: Target) -> Reason | None:
     )
 
 
-def _shadow(report: Report, patterns: tuple[Pattern, ...]) -> None:
+def _shadow(view: GraphView, report: Report, patterns: tuple[Pattern, ...]) -> None:
     """Where two accepted sites share a computing node, the higher priority keeps it."""
     priority = {p.name: p.priority for p in patterns}
     taken: dict[fx.Node, Site] = {}
     for site in sorted(report.found, key=lambda s: -priority[s.pattern]):
-        shared = [n for n in site.nodes if n in taken and not is_plain_view(n)]
+        shared = [n for n in site.nodes if n in taken and not is_plain_view(view, n)]
         if shared:
             other = taken[shared[0]]
             site.refuse(

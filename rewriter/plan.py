@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import fx
 
-from k3fuse.rewriter.canonical import canonical
 from k3fuse.rewriter.edit import EditError, Editor
 from k3fuse.rewriter.pattern import Pattern
 from k3fuse.rewriter.reasons import Code, Reason, Refusal
@@ -34,7 +33,7 @@ def join(
     judge: asks guards and safety of a site, as of every site that was found.
     """
     found = report.found
-    owner = {n: s for s in found for n in s.nodes if not is_plain_view(n)}
+    owner = {n: s for s in found for n in s.nodes if not is_plain_view(view, n)}
     for pattern in patterns:
         for pair in pattern.hand_overs(view, found):
             objection = _objection(view, pair, owner, judge)
@@ -55,7 +54,7 @@ def _objection(
         judge(form)
         if form.reasons:
             return form.reasons[0]
-        computing = {n for n in form.nodes if not is_plain_view(n)}
+        computing = {n for n in form.nodes if not is_plain_view(view, n)}
         others = (n for n in computing if owner.get(n, site) not in (pair.giver, pair.taker))
         for node in (*(computing & taken), *others):
             text = f"{node.name} belongs to another site"
@@ -64,9 +63,9 @@ def _objection(
     return None
 
 
-def is_plain_view(node: fx.Node) -> bool:
+def is_plain_view(view: GraphView, node: fx.Node) -> bool:
     """Whether a node computes nothing: two sites may share it."""
-    return canonical(node).op in ("reshape", "permute", "slice", "cast")
+    return view.canon(node).op in ("reshape", "permute", "slice", "cast")
 
 
 class Planner:

@@ -23,6 +23,7 @@ from k3fuse.rewriter.edit import EditError, Editor
 from k3fuse.rewriter.reasons import Code, Reason
 from k3fuse.rewriter.report import Report
 from k3fuse.rewriter.site import Site
+from k3fuse.rewriter.view import GraphView
 from tolerances import assert_close
 
 M, H, L, I, S, E, TOP = 3, 64, 32, 32, 48, 16, 4  # noqa: E741
@@ -314,9 +315,10 @@ def test_a_rank_that_disagrees_changes_nothing() -> None:
 
 
 def test_forms_of_a_pair_have_nodes_of_their_own() -> None:
-    report, _ = judged(dry_run=True)
+    report, module = judged(dry_run=True)
     assert forms(report) == JOINED
-    nodes = [n for s in report.found for n in s.nodes if not plan.is_plain_view(n)]
+    view = GraphView(module.graph)
+    nodes = [n for s in report.found for n in s.nodes if not plan.is_plain_view(view, n)]
     assert len(nodes) == len(set(nodes))
     (experts,) = [s for s in report.found if s.pattern == "experts"]
     taken: Taken = experts.facts[3]
