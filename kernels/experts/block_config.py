@@ -311,14 +311,19 @@ class BlockConfig(Config):
 
     @property
     def tensor_scales(self) -> int:
-        """Scales of W, of x, and of the hidden rows."""
+        """Scales of W and of x, of each place of the ring."""
         used = self.columns1 + self.tiles2 * self.line_rows * self.tokens
         return padded4(used)
 
     @property
+    def tensor_hidden(self) -> int:
+        """Scales of the hidden rows."""
+        return self.tensor_scales + self.stages * 2 * SCALE_COLUMNS
+
+    @property
     def tensor_columns(self) -> int:
         """Columns of tensor memory: a power of two from 32 on."""
-        used = self.tensor_scales + (2 + self.blocks8) * SCALE_COLUMNS
+        used = self.tensor_hidden + self.blocks8 * SCALE_COLUMNS
         return max(32, 1 << (used - 1).bit_length())
 
     @property

@@ -1,8 +1,9 @@
 """The thread that multiplies, block-scaled engine. Imports the DSL.
 
 A product of 32 columns applies both scales in the tensor core; sums are FP32 over all columns, in
-order. Scales of W and x go to tensor memory just before: the copies and the products of one thread
-are done in the order in which it issues them.
+order. Scales of W and x go to tensor memory just before: a product is done after the copies that
+its thread has issued before it. A copy may overtake a product, so each place of the ring has columns
+of its own (PTX ISA, "Pipelined tcgen05 instructions").
 """
 
 from __future__ import annotations
@@ -26,18 +27,19 @@ from k3fuse.kernels.experts.block_config import (
 from k3fuse.kernels.experts.block_fetch_device import place_of
 
 
-def await_stage(config: BlockConfig, base: Any, number: Any) -> tuple[Any, Any]:
-    """Wait for a stage; returns its address and the mbarrier that says it has been multiplied."""
+def await_stage(config: BlockConfig, base: Any, sums: Any, number: Any) -> tuple[Any, Any, Any]:
+    """Wait for a stage; returns its address, the columns of its scales in tensor memory, and the
+    mbarrier that says it has been multiplied."""
     slot, stage, parity = place_of(config, base, number)
     ptx.barrier_wait(base + Int32(config.there) + slot * Int32(8), parity)
     tcgen05.after_wait()
-    return stage, base + Int32(config.taken) + slot * Int32(8)
+    scales = sums + Int32(config.tensor_scales) + slot * Int32(2 * SCALE_COLUMNS)
+    return stage, scales, base + Int32(config.taken) + slot * Int32(8)
 
 
 @cute.jit
 def first(config: cutlass.Constexpr, base: Int32, sums: Int32, entry: Int32, number: Int32) -> None:
     """FC1 of an entry."""
-    scales = sums + Int32(config.tensor_scales)
     ptx.barrier_wait(base + Int32(config.scales1_there), entry % Int32(2))
     if entry > 0:
         ptx.barrier_wait(base + Int32(config.read1), (entry + Int32(1)) % Int32(2))
@@ -45,7 +47,7 @@ def first(config: cutlass.Constexpr, base: Int32, sums: Int32, entry: Int32, num
     of_w = block_words.piece_descriptor(base + Int32(config.first_scales))
     of_x = block_words.piece_descriptor(base + Int32(config.token_scales))
     for step in cutlass.range(config.stages1, unroll=1):
-        stage, taken = await_stage(config, base, number + step)
+        stage, scales, taken = await_stage(config, base, sums, number + step)
         piece = (step * Int32(PIECE >> 4)).to(Int64)
         block_words.copy_scales(scales, of_w + piece)
         block_words.copy_scales(scales + Int32(SCALE_COLUMNS), of_x + piece)
@@ -63,8 +65,7 @@ def second(
     config: cutlass.Constexpr, base: Int32, sums: Int32, entry: Int32, number: Int32
 ) -> None:
     """FC2 of an entry. A line's products are, in order, those of its rows."""
-    scales = sums + Int32(config.tensor_scales)
-    of_hidden = scales + Int32(2 * SCALE_COLUMNS)
+    of_hidden = sums + Int32(config.tensor_hidden)
     ptx.barrier_wait(base + Int32(config.hidden_there), entry % Int32(2))
     ptx.barrier_wait(base + Int32(config.scales2_there), entry % Int32(2))
     tcgen05.after_wait()
@@ -78,7 +79,7 @@ def second(
     for tile in cutlass.range(config.tiles2, unroll=1):
         for part in cutlass.range_constexpr(config.tile_stages):
             step = tile * Int32(config.tile_stages) + Int32(part)
-            stage, taken = await_stage(config, base, number + step)
+            stage, scales, taken = await_stage(config, base, sums, number + step)
             block_words.copy_scales(scales, of_w + (step * Int32(PIECE >> 4)).to(Int64))
             tiles = sums + Int32(config.tensor2) + tile * Int32(config.line_rows * config.tokens)
             for row, block, steps in products(config, part):

@@ -63,7 +63,8 @@ def test_regions_follow_one_another(shape: dict[str, int]) -> None:
     assert config.tensor_scales >= config.columns1 + config.stages2 // config.tile_stages * (
         config.line_rows * config.tokens
     )
-    assert config.tensor_columns >= config.tensor_scales + (2 + config.blocks8) * SCALE_COLUMNS
+    assert config.tensor_hidden - config.tensor_scales >= 2 * SCALE_COLUMNS * config.stages
+    assert config.tensor_columns >= config.tensor_hidden + config.blocks8 * SCALE_COLUMNS
     assert config.tensor_columns <= 512
     assert config.columns1 <= 128
     assert config.tile_lines * config.tiles2 * config.line_rows == config.rows2
