@@ -146,8 +146,8 @@ def test_scratch_serves_layers_of_any_size() -> None:
     layers = [problem(variant, m, seed=m, experts=5) for m in (17, 1, 9, 24)]
     last = layers[-1]
     layers = [replace(layer, rows=last.rows, arrivals=last.arrivals) for layer in layers]
-    names = ("x8", "x8_tiles", "x8_scale")
-    kept = {name: last.values()[name] for name in names}
+    values = last.values()
+    kept = {name: values[name] for name in ("x8", "x8_tiles", "x8_scale")}
     run_sequence(
         [Launch(variant, [{**layer.values(), **kept}], layer.needed()) for layer in layers]
     )
