@@ -2,8 +2,8 @@
 
 A product of 32 columns applies both scales in the tensor core; sums are FP32 over all columns, in
 order. Scales of W and x go to tensor memory just before: a product is done after the copies that
-its thread has issued before it. A copy may overtake a product, so each place of the ring has columns
-of its own (PTX ISA, "Pipelined tcgen05 instructions").
+its thread has issued before it. A copy may overtake a product, so each place of the ring has
+columns of its own (PTX ISA, "Pipelined tcgen05 instructions").
 """
 
 from __future__ import annotations
