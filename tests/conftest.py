@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import sys
 from pathlib import Path
 
@@ -28,9 +29,28 @@ torch.set_num_threads(1)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nightly", action="store_true", help="run the wide matrices too")
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="another order of files and tests")
+
+
+def _shuffle(items: list[pytest.Item], seed: int) -> None:
+    """Files in another order, and the tests of each: a file's fixtures are made once all the same.
+
+    The processes of xdist all come to the same order.
+    """
+    rng = random.Random(seed)
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    order = sorted(files)
+    rng.shuffle(order)
+    for tests in files.values():
+        rng.shuffle(tests)
+    items[:] = [item for file in order for item in files[file]]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if (seed := config.getoption("--shuffle")) is not None:
+        _shuffle(items, seed)
     if config.getoption("--nightly"):
         return
     skip = pytest.mark.skip(reason="nightly; run with --nightly")

@@ -55,9 +55,11 @@ coverage() {
 flakes() {
     local runs=${RUNS:-20} failed=0 i
     for i in $(seq "$runs"); do
-        # Another spread over the processes and another hash seed each time.
-        PYTHONHASHSEED=$i "$python" -m pytest -q -n $((1 + i % 3)) --dist load "${FAST[@]}" \
+        # Another order, another spread over the processes and another hash seed each time.
+        PYTHONHASHSEED=$i "$python" -m pytest -q -n $((1 + i % 3)) --dist load --shuffle "$i" \
+            "${FAST[@]}" \
             >"$kept/flakes_$i.log" 2>&1 || failed=$((failed + 1))
+        tail -n 1 "$kept/flakes_$i.log"
     done
     echo "$failed of $runs runs failed; logs in $kept"
     [ "$failed" = 0 ]

@@ -369,7 +369,7 @@ def test_operator_of_a_missing_package() -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=120,
+        timeout=300,
     )
     refused, value = done.stdout.splitlines()
     assert "k3fuse_test.accumulate_.default" in refused

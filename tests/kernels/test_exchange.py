@@ -20,7 +20,7 @@ from k3fuse.kernels.common.mailbox import SENTINEL, ErrorWord
 from k3fuse.kernels.router.layout import FrontMailbox
 
 HIDDEN = 256
-TIMEOUT = datetime.timedelta(seconds=60)
+TIMEOUT = datetime.timedelta(seconds=300)
 
 
 class HostMemory:
@@ -82,7 +82,7 @@ def run(tmp_path: Path, what: str, world: int) -> list[Any]:
     ]
     for worker in workers:
         worker.start()
-    found = dict(queue.get(timeout=120) for _ in workers)
+    found = dict(queue.get(timeout=400) for _ in workers)
     for worker in workers:
         worker.join(30)
     for value in found.values():

@@ -100,7 +100,7 @@ def test_the_key_is_the_same_in_every_process() -> None:
             [sys.executable, "-c", code],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
             check=True,
             env={**os.environ, "PYTHONHASHSEED": seed},
         ).stdout.strip()

@@ -63,7 +63,7 @@ def test_the_key_example_runs() -> None:
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         env=dict(os.environ),
     )
     assert done.returncode == 0, done.stderr

@@ -162,14 +162,14 @@ class CountOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @pytest.mark.parametrize("tp", [8, 16])
 def test_full_size_step_on_meta(tp: int) -> None:
     config = KimiK3Config()
-    start = time.perf_counter()
+    start = time.process_time()
     with torch.device("meta"):
         model = KimiK3(config, tp_size=tp, tp_rank=tp - 1, group="tp:0")
         state = model.new_state(8, 1024)
         x = torch.empty(8, config.hidden_size, dtype=torch.bfloat16)
         with CountOps() as count:
             out = model(x, state)
-    assert time.perf_counter() - start < 60
+    assert time.process_time() - start < 60
     assert out.shape == (8, 7168)
     assert out.dtype == torch.bfloat16
     kda = layer(model, 0).self_attn.in_proj.weight
