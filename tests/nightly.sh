@@ -48,6 +48,7 @@ coverage() {
     rm -f "$kept"/coverage "$kept"/coverage.*
     COVERAGE_FILE=$kept/coverage "$python" -m pytest -q -n "$workers" tests/rewriter \
         tests/patterns tests/nearmiss tests/kernels/build/test_kernels_cli.py tests/test_docs.py \
+        tests/test_bench.py tests/kernels/check/test_check_cli.py tests/kernels/check/test_gpu_runs.py \
         --cov --cov-branch --cov-report= || return 1
     "$python" tests/coverage_floor.py "$kept/coverage"
 }
