@@ -3,6 +3,7 @@
 #
 #   bash tests/nightly.sh nearmiss     100,000 near-miss graphs, continued from the ledger
 #   bash tests/nightly.sh fuzz         damaged files for ten minutes
+#   bash tests/nightly.sh guided       the same guided by coverage (needs k3fuse[fuzz])
 #   bash tests/nightly.sh coverage     lines and branches of rewriter/ and patterns/, against a floor
 #   bash tests/nightly.sh flakes       the fast tests 20 times, in 20 orders
 #   bash tests/nightly.sh matrices     the tests marked nightly
@@ -44,6 +45,13 @@ fuzz() {
     done
 }
 
+guided() {
+    local half=$((${FUZZ_SECONDS:-600} / 2)) what
+    for what in graph packed; do
+        "$python" tests/fuzz_atheris.py "$what" --seconds "$half" --kept "$kept/$what" || return 1
+    done
+}
+
 coverage() {
     rm -f "$kept"/coverage "$kept"/coverage.*
     COVERAGE_FILE=$kept/coverage "$python" -m pytest -q -n "$workers" tests/rewriter \
@@ -75,7 +83,7 @@ compat() {
 }
 
 worst=0
-for name in "${@:-nearmiss fuzz coverage flakes matrices compat}"; do
+for name in "${@:-nearmiss fuzz guided coverage flakes matrices compat}"; do
     for part in $name; do
         printf '\n== %s\n' "$part"
         "$part" && echo "$part: passed" || { echo "$part: FAILED" && worst=1; }
