@@ -74,7 +74,7 @@ def test_full_size(rows: tuple[int, ...], m: int) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("rows", [*KDA[8], *KDA[16], *MLA[8], *MLA[16]])
-@pytest.mark.parametrize("m", [1, 8, *TOKENS])
+@pytest.mark.parametrize("m", [1, 2, 3, 4, 7, 8, *TOKENS])
 def test_every_size(rows: tuple[int, ...], m: int) -> None:
     full_size(rows, m)
 
