@@ -145,8 +145,10 @@ class AttentionProjection(Pattern):
         )  # fmt: skip
 
     def kernel(self, site: Site, target: Target) -> Kernel | None:
-        """The policy's row for M."""
-        return pick(TABLE, site, target)
+        """The policy's row for M, with the figures of the kernel for the site's own weights."""
+        linears, _ = site.facts
+        sizes = {f"n{i}": f.n for i, f in enumerate(linears) if isinstance(f.n, int)}
+        return pick(TABLE, site, target, sizes)
 
 
 def output_projections(view: GraphView) -> list[Projected]:

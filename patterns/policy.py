@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from k3fuse.kernels.common.policy import MAX_M, Row, Table
 from k3fuse.patterns.symbols import M
 from k3fuse.patterns.workbench import facts
@@ -9,8 +11,13 @@ from k3fuse.rewriter.site import Kernel, Site
 from k3fuse.rewriter.target import Target
 
 
-def pick(table: Table, site: Site, target: Target) -> Kernel | None:
+def pick(
+    table: Table, site: Site, target: Target, sizes: Mapping[str, int] | None = None
+) -> Kernel | None:
     """Return the kernel of the row for the site's M; of all rows where M is symbolic.
+
+    sizes: of the kernel's variant, which is made for the row's largest M, where the site's symbols
+    do not hold them.
 
     A symbolic M is decided at run time, so the kernel reads "a<=8, b<=64" and counts the launches
     of the first row. None for a target without rows.
@@ -21,14 +28,11 @@ def pick(table: Table, site: Site, target: Target) -> Kernel | None:
     value = site.values[M]
     if value.is_Integer:
         row = next((r for r in rows if r.m_min <= int(value) <= r.m_max), None)
-        return (
-            None
-            if row is None
-            else Kernel(
-                _name(row), row.kernel is not None, row.launches, _span(row),
-                facts(table.op, site, target),
-            )
-        )  # fmt: skip
+        if row is None:
+            return None
+        known = None if sizes is None else {"m": row.m_max, **sizes}
+        built = facts(table.op, site, target, known)
+        return Kernel(_name(row), row.kernel is not None, row.launches, _span(row), built)
     name = ", ".join(f"{_name(r)}<={r.m_max}" for r in rows) if len(rows) > 1 else _name(rows[0])
     available = all(r.kernel is not None for r in rows)
     return Kernel(name, available, rows[0].launches, f"decided at run time, stock above M={MAX_M}")

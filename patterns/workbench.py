@@ -13,18 +13,21 @@ from k3fuse.rewriter.target import Target
 _SIZES = {"m": "M", "tp": "TP", "k": "K", "blocks": "num_blocks"}
 
 
-def facts(op: str, site: Site, target: Target) -> Mapping[str, Mapping[str, Any]]:
+def facts(
+    op: str, site: Site, target: Target, sizes: Mapping[str, int] | None = None
+) -> Mapping[str, Mapping[str, Any]]:
     """Variant -> grid, block, cluster, dynamic_smem, and registers, spills, shared memory if built.
 
-    Of the variant with the site's own sizes; where the op has none of that size, of the listed ones
-    for as many ranks that hold its M. Empty for an op without a builder and for a symbolic M.
+    Of the variant with the site's own sizes, and with `sizes` that no symbol holds; where the op
+    has none of that size, of the listed ones for as many ranks that hold its M. Empty for an op
+    without a builder and for a symbolic M.
     """
     values = {s.name: int(v) for s, v in site.values.items() if getattr(v, "is_Integer", False)}
     if not target.sm or "M" not in values:
         return {}
-    sizes = {name: values[symbol] for name, symbol in _SIZES.items() if symbol in values}
-    sizes.setdefault("tp", target.tp)
-    return _facts(op, target.sm, tuple(sorted(sizes.items())))
+    known = {name: values[symbol] for name, symbol in _SIZES.items() if symbol in values}
+    known = {"tp": target.tp, **known, **(sizes or {})}
+    return _facts(op, target.sm, tuple(sorted(known.items())))
 
 
 @lru_cache(maxsize=256)

@@ -20,8 +20,8 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     workbench._facts.cache_clear()
 
 
-def built(m: int) -> dict[str, dict[str, dict[str, object]]]:
-    document = inspect_source(str(DATA / f"layer3_tp8_m{m}_opaque.json"), plan=True)
+def built(m: int, layer: int = 3) -> dict[str, dict[str, dict[str, object]]]:
+    document = inspect_source(str(DATA / f"layer{layer}_tp8_m{m}_opaque.json"), plan=True)
     return {s["pattern"]: s["built"] for s in document["sites"] if s["outcome"] != "near"}
 
 
@@ -56,3 +56,24 @@ def test_rewriter_and_kernels_know_the_same_targets() -> None:
     # Neither imports the other, so each has its own table of chips.
     assert target.ARCHITECTURES == policy.CHIPS
     assert target.TP_SIZES == policy.TP_SIZES
+
+
+@pytest.mark.parametrize(
+    ("layer", "m", "rows"), [(0, 8, (6288,)), (3, 8, (2112, 1536)), (3, 64, (2112, 1536))]
+)
+def test_a_projection_has_the_figures_of_its_own_rows(
+    layer: int, m: int, rows: tuple[int, ...]
+) -> None:
+    found = built(m, layer)["attention_projection"]
+    shape = {"m": m, **{f"n{i}": n for i, n in enumerate(rows)}}
+    variant = builder("attention_projection").variant("sm_103a", shape, {})
+    plan = builder("attention_projection").plan(variant)
+    assert list(found) == [variant.name] == [f"stream_m{m}_k7168_n{'_'.join(map(str, rows))}"]
+    assert found[variant.name]["dynamic_smem"] == plan.dynamic_smem
+
+
+def test_a_count_between_two_rows_has_the_figures_of_the_kernel_that_serves_it() -> None:
+    document = inspect_source("kimi-k3", m=9, layers=4)
+    sites = [s for s in document["sites"] if s["pattern"] == "attention_projection"]
+    names = {s["form"].split()[0]: list(s["built"]) for s in sites}
+    assert names == {"kda": ["stream_m16_k7168_n6288"], "mla": ["stream_m16_k7168_n3648"]}
