@@ -62,19 +62,23 @@ def multimem(site: Site) -> Step:
                 continue
             if delivery.random is None or count == 1:
                 for item, value in enumerate(values):
-                    land = _landing(group, member + np.uint64(4 * item), value, done, late)
-                    delivery.send(group, [partial(land, lanes)], fenced=True)
+                    place = member + np.uint64(4 * item)
+                    land = _landing(group, place, value, done, late)
+                    # Words of neighbouring lanes come apart as those of one lane do.
+                    odd = place // np.uint64(4) % np.uint64(2) == 1
+                    halves = lanes[~odd], lanes[odd]
+                    delivery.send(group, [partial(land, half) for half in halves], fenced=True)
                 continue
             # Neighbouring fragments, and the same fragment at neighbouring ranks, begin with
             # different words: whatever word a consumer tests, some fragment begins with it.
             start = (member // np.uint64(4 * count)).astype(np.int64) + at + delivery.turn
-            table, parts = np.stack(values), []
+            table, torn = np.stack(values), []
             for step in range(count):
                 word = (start + step) % count
                 place = member + (4 * word).astype(np.uint64)
                 value = table[word, lanes]
-                parts.append((place, _landing(group, place, value, done, late)))
-            delivery.tear(group, parts[0][0], [land for _, land in parts])
+                torn.append((place, _landing(group, place, value, done, late)))
+            delivery.tear(group, torn[0][0], [land for _, land in torn])
 
     return run
 
