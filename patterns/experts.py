@@ -26,7 +26,7 @@ from k3fuse.patterns.moe import (
     row_nodes,
     slices_between,
 )
-from k3fuse.patterns.policy import pick
+from k3fuse.patterns.policy import others_share, pick
 from k3fuse.rewriter.canonical import dtype_of
 from k3fuse.rewriter.guards import Guard, Value
 from k3fuse.rewriter.pattern import Pattern
@@ -374,7 +374,9 @@ class Experts(Pattern):
         )  # fmt: skip
 
     def kernel(self, site: Site, target: Target) -> Kernel | None:
-        """The policy's row for M."""
-        if site.form == "tail":
-            return pick(TAIL_TABLE, site, target)
-        return pick(TAKING if site.facts[3] is not None else EXPERTS_TABLE, site, target)
+        """The policy's row for M; the other ranks read their rows of the up-projection."""
+        found: Tail = site.facts[0]
+        up = found.up
+        unread = 0 if up is None else others_share([up.n], up.k, up.dtype, target)
+        table = TAKING if site.facts[3] is not None else EXPERTS_TABLE
+        return pick(TAIL_TABLE if site.form == "tail" else table, site, target, unread=unread)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+
+import torch
 
 from k3fuse.kernels.common.policy import MAX_M, Row, Table
 from k3fuse.patterns.symbols import M
@@ -12,12 +14,18 @@ from k3fuse.rewriter.target import Target
 
 
 def pick(
-    table: Table, site: Site, target: Target, sizes: Mapping[str, int] | None = None
+    table: Table,
+    site: Site,
+    target: Target,
+    sizes: Mapping[str, int] | None = None,
+    *,
+    op: str = "",
+    unread: int = 0,
 ) -> Kernel | None:
     """Return the kernel of the row for the site's M; of all rows where M is symbolic.
 
     sizes: of the kernel's variant, which is made for the row's largest M, where the site's symbols
-    do not hold them.
+    do not hold them. op: its builder, where that is not the table's op. unread: see Kernel.
 
     A symbolic M is decided at run time, so the kernel reads "a<=8, b<=64" and counts the launches
     of the first row. None for a target without rows.
@@ -31,11 +39,27 @@ def pick(
         if row is None:
             return None
         known = None if sizes is None else {"m": row.m_max, **sizes}
-        built = facts(table.op, site, target, known)
-        return Kernel(_name(row), row.kernel is not None, row.launches, _span(row), built)
+        built = facts(op or table.op, site, target, known)
+        available = row.kernel is not None
+        return Kernel(_name(row), available, row.launches, _span(row), row.hops, unread, built)
     name = ", ".join(f"{_name(r)}<={r.m_max}" for r in rows) if len(rows) > 1 else _name(rows[0])
     available = all(r.kernel is not None for r in rows)
-    return Kernel(name, available, rows[0].launches, f"decided at run time, stock above M={MAX_M}")
+    said = f"decided at run time, stock above M={MAX_M}"
+    return Kernel(name, available, rows[0].launches, said, rows[0].hops, unread)
+
+
+def others_share(
+    rows: Iterable[object], columns: object, dtype: torch.dtype, target: Target
+) -> int:
+    """Bytes of weights that this rank leaves to the others, where the ranks split their rows.
+
+    rows, columns: of the weights. 0 on the reference, which reads all of them.
+    """
+    if target.is_reference or not isinstance(columns, int):
+        return 0
+    ranks = max(target.tp, 1)
+    left = sum(n - n // ranks for n in rows if isinstance(n, int))
+    return left * columns * dtype.itemsize
 
 
 def _name(row: Row) -> str:

@@ -23,7 +23,7 @@ from k3fuse.patterns.moe import (
     row_nodes,
     tp_group,
 )
-from k3fuse.patterns.policy import pick
+from k3fuse.patterns.policy import others_share, pick
 from k3fuse.rewriter.canonical import dtype_of
 from k3fuse.rewriter.guards import Guard, Value
 from k3fuse.rewriter.pattern import Pattern
@@ -235,8 +235,11 @@ class Router(Pattern):
         )
 
     def kernel(self, site: Site, target: Target) -> Kernel | None:
-        """The policy's row for M."""
-        return pick(TABLE, site, target)
+        """The policy's row for M; the other ranks read their rows of the whole weights."""
+        gate, latent, _, _ = site.facts
+        rows = [f.n for f in (gate, latent) if f is not None]
+        unread = others_share(rows, gate.k, gate.dtype, target)
+        return pick(TABLE, site, target, unread=unread)
 
 
 def hidden(opaque: OpaqueExperts) -> str:

@@ -38,7 +38,8 @@ class Row:
     """One part of a layer, in graph order: a site, or what stands between two sites.
 
     operations, read, written: before, each operation by itself; bytes. launches, read_after,
-    written_after: after. hops: collectives, the same before and after.
+    written_after: after. hops, hops_after: collectives before; after, with the exchanges that a
+    kernel adds.
     """
 
     part: str
@@ -48,6 +49,7 @@ class Row:
     written: int = 0
     hops: int = 0
     launches: int = 0
+    hops_after: int = 0
     read_after: int = 0
     written_after: int = 0
 
@@ -134,7 +136,10 @@ def _fill(row: Row, site: Site | None, inside: list[fx.Node]) -> None:
     if site is not None and site.outcome == "found" and site.kernel is not None:
         row.launches = site.kernel.launches
         row.read_after, row.written_after = _boundary(inside)
+        row.read_after -= site.kernel.unread
+        row.hops_after = row.hops + site.kernel.hops
     else:
+        row.hops_after = row.hops
         row.launches, row.read_after, row.written_after = row.operations, row.read, row.written
 
 

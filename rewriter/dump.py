@@ -70,8 +70,10 @@ def why_text(site: Site) -> str:
     if site.source:
         lines.append(f"model line: {site.source}")
     if site.kernel is not None:
+        hops = f", {site.kernel.hops} hop(s) more" if site.kernel.hops else ""
         lines.append(
-            f"kernel: {site.kernel.name}, {site.kernel.launches} launch(es), {site.kernel.policy}"
+            f"kernel: {site.kernel.name}, {site.kernel.launches} launch(es){hops}, "
+            f"{site.kernel.policy}"
         )
     lines += [f"note: {note}" for note in site.notes]
     lines += ["", "guards"]

@@ -29,7 +29,8 @@ class FakeResults:
         if mode is None:
             return _run(op, values, kwargs)
         try:
-            key = (op, tuple(_signature(v) for v in values), tuple(kwargs.items()))
+            named = tuple((name, _signature(v)) for name, v in kwargs.items())
+            key = (op, tuple(_signature(v) for v in values), named)
         except ValueError:
             with mode:
                 return _run(op, values, kwargs)

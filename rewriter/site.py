@@ -60,14 +60,18 @@ class Replacement:
 class Kernel:
     """The kernel that a policy picked. available: compiled for the target and usable now.
 
-    built: variant -> what the workbench knows of it, by the names that `k3fuse kernels list` gives
-    (grid, block, cluster; registers, spill_bytes, smem_bytes where it was compiled here).
+    hops: exchanges between ranks in its launches that the graph did not have. unread: bytes of the
+    site's operands that this rank leaves to the others. built: variant -> what the workbench knows
+    of it, by the names that `k3fuse kernels list` gives (grid, block, cluster; registers,
+    spill_bytes, smem_bytes where it was compiled here).
     """
 
     name: str
     available: bool
     launches: int
     policy: str = ""
+    hops: int = 0
+    unread: int = 0
     built: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, compare=False)
 
 

@@ -11,7 +11,7 @@ against every other effectful op of the graph and forbid overlap with independen
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -33,20 +33,24 @@ def register(
     _LIBRARY.define(schema, tags=_TAGS)
     overload: torch._ops.OpOverload[..., Any] = getattr(getattr(torch.ops, NAMESPACE), name).default
     arguments = overload._schema.arguments
-    lists = tuple(i for i, a in enumerate(arguments) if str(a.type) == "List[Tensor]")
+    lists = {a.name: i for i, a in enumerate(arguments) if str(a.type).startswith("List[")}
     _LIBRARY.impl(name, _with_lists(implementation, lists), "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
     return overload
 
 
-def _with_lists(implementation: Callable[..., Any], lists: tuple[int, ...]) -> Callable[..., Any]:
-    """AOTInductor's packages hand over None for an empty list of tensors (torch 2.13)."""
+def _with_lists(implementation: Callable[..., Any], lists: Mapping[str, int]) -> Callable[..., Any]:
+    """AOTInductor's packages hand over None for an empty list (torch 2.13).
+
+    lists: name -> place of the arguments that are lists.
+    """
     if not lists:
         return implementation
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if any(args[i] is None for i in lists):
-            args = tuple([] if a is None and i in lists else a for i, a in enumerate(args))
+        places = lists.values()
+        args = tuple([] if a is None and i in places else a for i, a in enumerate(args))
+        kwargs = {n: [] if a is None and n in lists else a for n, a in kwargs.items()}
         return implementation(*args, **kwargs)
 
     return call

@@ -22,7 +22,8 @@ class Row:
 
     `kernel` is "reference", a kernel's name, or None where none exists yet; then `planned` names
     the kernel that will serve the row and `reason` says why it is missing. `launches` counts the
-    kernels that one call of the op launches (or will launch).
+    kernels that one call of the op launches (or will launch); `hops` the exchanges between ranks in
+    them that the replaced graph did not have.
     """
 
     m_min: int
@@ -31,12 +32,15 @@ class Row:
     launches: int
     reason: str
     planned: str = ""
+    hops: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= self.m_min <= self.m_max <= MAX_M:
             raise ValueError(f"row {self.m_min}..{self.m_max} is no range within 1..{MAX_M}")
         if self.launches < 1:
             raise ValueError(f"row {self.m_min}..{self.m_max}: launches={self.launches}, need >= 1")
+        if self.hops < 0:
+            raise ValueError(f"row {self.m_min}..{self.m_max}: hops={self.hops}, need >= 0")
         if not self.reason:
             raise ValueError(f"row {self.m_min}..{self.m_max} gives no reason")
         if self.kernel is None and not self.planned:

@@ -26,7 +26,8 @@ def _one_shot(m_min: int, m_max: int) -> Row:
 
 
 def _two_shot(m_min: int, m_max: int) -> Row:
-    return Row(m_min, m_max, TWO_SHOT, 2, "owners add their columns: two hops, 2 / TP of the bytes")
+    reason = "owners add their columns: two hops, 2 / TP of the bytes"
+    return Row(m_min, m_max, TWO_SHOT, 2, reason, hops=1)
 
 
 TABLE = table(

@@ -20,8 +20,10 @@ REPLICATED = "replicated_front_route"
 
 def _row(m_min: int, m_max: int) -> Row:
     reason = f"each rank multiplies its rows of the weights, {m_max} tokens at most; then routing"
-    return Row(m_min, m_max, SHARDED, 2, reason)
+    return Row(m_min, m_max, SHARDED, 2, reason, hops=1)
 
 
 TABLE = table("router", _row(1, 8), _row(9, 16), _row(17, 32), _row(33, 64))
-REPLICATED_ROW = Row(1, 1, REPLICATED, 2, "every rank computes all logits; the bits are the same")
+REPLICATED_ROW = Row(
+    1, 1, REPLICATED, 2, "every rank computes all logits; the bits are the same", hops=1
+)

@@ -16,10 +16,14 @@ TWO_SHOT = "latent_tail_two_shot"
 
 
 def _one_shot(m_min: int, m_max: int) -> Row:
-    return Row(m_min, m_max, ONE_SHOT, 1, "every rank adds all latent partials: one hop")
+    # The ranks split the up-projection, so its rows take a hop that whole weights do not.
+    reason = "every rank adds all latent partials: one hop"
+    return Row(m_min, m_max, ONE_SHOT, 1, reason, hops=1)
 
 
-_TWO_SHOT = Row(33, 64, TWO_SHOT, 1, "owners add and normalise their tokens: 2 / TP of the bytes")
+_TWO_SHOT = Row(
+    33, 64, TWO_SHOT, 1, "owners add and normalise their tokens: 2 / TP of the bytes", hops=2
+)
 
 TABLE = table(
     "tail",

@@ -211,8 +211,8 @@ def _layer(entry: dict[str, Any]) -> dict[str, Any]:
     rows = []
     for row in entry["rows"]:
         before, after = row["read"] + row["written"], row["read_after"] + row["written_after"]
-        rows.append({**row, "before": before, "after": after})
-    names = ("operations", "launches", "hops", "before", "after")
+        rows.append({"hops_after": row["hops"], **row, "before": before, "after": after})
+    names = ("operations", "launches", "hops", "hops_after", "before", "after")
     fused = [r for r in rows if r["outcome"] == "found"]
     return {
         "layer": entry["layer"],

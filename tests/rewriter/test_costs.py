@@ -15,17 +15,19 @@ from k3fuse.rewriter.sources import capture
 from reports import full_size
 
 BF16 = torch.bfloat16
+LAUNCHES = Kernel("k", True, 3)
 X, W = 4 * 8 * 2, 8 * 8 * 2  # bytes of [4, 8] and [8, 8] in BF16
 
 
 def rows(
-    call: Callable[..., Any], inputs: tuple[torch.Tensor, ...], chosen: Callable[[fx.Node], bool]
-) -> dict[str, Any]:
+    call: Callable[..., Any], inputs: tuple[torch.Tensor, ...], chosen: Callable[[fx.Node], bool],
+    kernel: Kernel = LAUNCHES,
+) -> dict[str, Any]:  # fmt: skip
     """Costs of a graph that is one layer, with one found site of the chosen nodes."""
     graph = capture(call, inputs, {}, name="costs")[0].module.graph
     inside = tuple(n for n in graph.nodes if n.op == "call_function" and chosen(n))
     site = Site("mine", "plain", inside[-1], inside, {}, (inside[-1],), {}, layer=2)
-    site.kernel = Kernel("k", True, 3)
+    site.kernel = kernel
     (entry,) = layer_costs(list(graph.nodes), dict.fromkeys(graph.nodes, 2), [site])
     return entry
 
@@ -44,6 +46,18 @@ def test_a_site_reads_and_writes_its_edges_once() -> None:
     assert (rest["part"], rest["operations"], rest["launches"]) == ("", 1, 1)
     assert entry["floor"] == X + W + X
     assert (entry["layer"], entry["layers"], entry["sites"]) == (2, [2], ["mine plain"])
+
+
+def test_a_kernel_of_several_ranks_counts_its_exchange_and_leaves_bytes_to_the_others() -> None:
+    inputs = (torch.randn(4, 8, dtype=BF16), torch.randn(8, 8, dtype=BF16))
+    plain, shared = (
+        rows(chain, inputs, lambda n: "mul" not in str(n.target), kernel)["rows"]
+        for kernel in (Kernel("k", True, 1), Kernel("k", True, 1, hops=1, unread=W // 2))
+    )
+    assert [r["hops"] for r in (*plain, *shared)] == [0] * 4
+    assert [r["hops_after"] for r in (*plain, *shared)] == [0, 0, 1, 0]
+    assert plain[0]["read_after"] - shared[0]["read_after"] == W // 2
+    assert plain[1] == shared[1]
 
 
 def test_views_cost_nothing() -> None:
@@ -119,5 +133,11 @@ def test_kimi_k3_at_tp8() -> None:
     assert most["floor"] == pytest.approx(floor * 1e6, rel=0.01)
     assert sum(r["launches"] for r in most["rows"] if r["outcome"] == "found") == 8
     assert sum(r["hops"] for r in most["rows"]) == 3
-    experts = next(r for r in most["rows"] if r["part"] == "experts")
-    assert experts["read_after"] == pytest.approx((120.4 * 2.19 + 51.4 + 33.0) * 1e6, rel=0.01)
+    # The router's rows and those of the up-projection are split over the ranks: a hop each.
+    assert sum(r["hops_after"] for r in most["rows"]) == 5
+    experts, router = (
+        next(r for r in most["rows"] if r["part"] == part) for part in ("experts", "router")
+    )
+    read = 120.4 * 2.19 + 51.4 / 8 + 33.0
+    assert experts["read_after"] == pytest.approx(read * 1e6, rel=0.01)
+    assert router["read_after"] == pytest.approx((12.9 + 51.4) / 8 * 1e6, rel=0.03)
