@@ -5,6 +5,7 @@ The work and the order of summation are those of `common/device/gemm.py`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,21 @@ from k3fuse.kernels.attention_projection.config import Config
 from k3fuse.kernels.common.device import gemm, ptx
 from k3fuse.kernels.common.device.stream import bytes_of
 from k3fuse.kernels.common.gemm import ELEMENT, OWNED
+
+
+def of_tile(number: Any, firsts: Sequence[int], by_weight: Mapping[str, Sequence[Any]]) -> Any:
+    """What a tile has of its weight: each list's value, and the weight's first tile.
+
+    number: of the tile. firsts: each weight's first tile, then the number of tiles.
+    """
+    lists = {**by_weight, "first": [Int32(n) for n in firsts[:-1]]}
+    found = {name: values[0] for name, values in lists.items()}
+    for i in range(1, len(firsts) - 1):
+        here = number >= Int32(firsts[i])
+        # One list of two names is chosen from once.
+        chosen = {id(values): ptx.select(here, values[i], found[n]) for n, values in lists.items()}
+        found = {name: chosen[id(values)] for name, values in lists.items()}
+    return SimpleNamespace(number=number, **found)
 
 
 class Gemm(gemm.Gemm):
@@ -59,20 +75,20 @@ class Gemm(gemm.Gemm):
         base = gemm.shared_memory(self.geometry.shared)
         self.run(given, base, cta, tid)
 
+    def by_weight(self, given: Any) -> dict[str, list[Any]]:
+        """What a tile has of its weight, by name; `width`: elements of a row of the output."""
+        rows = [Int32(n) for n in self.config.rows]
+        return {"weight": given.weights, "out": given.outs, "rows": rows, "width": rows}
+
     def tile(self, given: Any, tile: Any, start: Any, lane: Any) -> Any:
         """Weight and output of a tile."""
         config = self.config
-        weight, out = given.weights[0], given.outs[0]
-        first, rows = Int32(0), Int32(config.rows[0])
-        for i in range(1, len(config.rows)):
-            here = tile >= Int32(config.firsts[i])
-            weight = ptx.select(here, given.weights[i], weight)
-            out = ptx.select(here, given.outs[i], out)
-            first = ptx.select(here, Int32(config.firsts[i]), first)
-            rows = ptx.select(here, Int32(config.rows[i]), rows)
-        row = gemm.first_row(tile, first)
-        lines = gemm.matrix(weight, row, rows, start, config.k, lane, self.whole)
-        return SimpleNamespace(lines=lines, out=out, rows=rows, row=row)
+        found = of_tile(tile, config.firsts, self.by_weight(given))
+        found.row = gemm.first_row(tile, found.first)
+        found.lines = gemm.matrix(
+            found.weight, found.row, found.rows, start, config.k, lane, self.whole
+        )
+        return found
 
     @property
     def whole(self) -> bool:
@@ -86,7 +102,7 @@ class Gemm(gemm.Gemm):
     ) -> None:  # fmt: skip
         """Round once; store the four rows of one token, or those of them that exist."""
         words = ptx.pack(total)
-        target = tile.out + bytes_of(token * tile.rows + row)
+        target = tile.out + bytes_of(token * tile.width + row)
         if cutlass.const_expr(self.whole):
             ptx.store8(target, words)
         else:

@@ -37,11 +37,25 @@ def misfit(row: Row, target: str, x: Tensor, weights: Sequence[Tensor]) -> str:
     x [M, K] of any stride, weights [N_i, K]. The stream kernel reads rows of weights that lie
     apart, the stationary one contiguous weights.
     """
+    unfit = unreadable(row.kernel == STREAM, x, weights)
+    if unfit:
+        return unfit
+    if len(weights) > MAX_WEIGHTS:
+        return f"there are {len(weights)} weights, the kernel takes {MAX_WEIGHTS}"
+    try:
+        variant(row, target, x.shape[1], _heights(weights))
+    except VariantError as error:
+        return str(error)
+    return ""
+
+
+def unreadable(stream: bool, x: Tensor, weights: Sequence[Tensor]) -> str:
+    """Why an engine cannot read operands, "" where it can. stream: the stream kernel."""
     for name, tensor in (("x", x), *((f"weights[{i}]", w) for i, w in enumerate(weights))):
         if tensor.dtype != torch.bfloat16:
             return f"{name} is {tensor.dtype}, the kernel takes torch.bfloat16"
     for i, weight in enumerate(weights):
-        if row.kernel != STREAM and not weight.is_contiguous():
+        if not stream and not weight.is_contiguous():
             return f"weights[{i}] has strides {weight.stride()}, the kernel reads contiguous rows"
         apart = _apart(weight)
         if weight.stride(1) != 1 or apart % ALIGNMENT or apart < x.shape[1] * ELEMENT:
@@ -51,12 +65,6 @@ def misfit(row: Row, target: str, x: Tensor, weights: Sequence[Tensor]) -> str:
             )
         if weight.data_ptr() % ALIGNMENT:
             return f"weights[{i}] starts at no multiple of {ALIGNMENT} bytes"
-    if len(weights) > MAX_WEIGHTS:
-        return f"there are {len(weights)} weights, the kernel takes {MAX_WEIGHTS}"
-    try:
-        variant(row, target, x.shape[1], _heights(weights))
-    except VariantError as error:
-        return str(error)
     return ""
 
 
@@ -70,15 +78,18 @@ def launch(
     rows = readable(x)
     outs = [x.new_empty(x.shape[0], weight.shape[0]) for weight in weights]
     chosen = variant(row, target, x.shape[1], _heights(weights))
-    read: dict[str, int | Rows]
-    if row.kernel == STREAM:
-        read = {"x": _rows(rows), **{f"weight{i}": _rows(w) for i, w in enumerate(weights)}}
-    else:
-        read = {"x": address(rows), **{f"weight{i}": address(w) for i, w in enumerate(weights)}}
-        read["x_pitch"] = pitch(rows)
+    read = inputs(row.kernel == STREAM, rows, weights)
     values = {**read, **{f"out{i}": address(out) for i, out in enumerate(outs)}, "m": x.shape[0]}
     runtime.kernel(chosen)(*(values[name] for name in parameter_names(chosen)))
     return outs
+
+
+def inputs(stream: bool, rows: Tensor, weights: Sequence[Tensor]) -> dict[str, int | Rows]:
+    """The parameters for readable rows of x and for weights, by name. stream: the stream kernel."""
+    if stream:
+        return {"x": _rows(rows), **{f"weight{i}": _rows(w) for i, w in enumerate(weights)}}
+    read = {"x": address(rows), **{f"weight{i}": address(w) for i, w in enumerate(weights)}}
+    return {**read, "x_pitch": pitch(rows)}
 
 
 def _heights(weights: Sequence[Tensor]) -> tuple[int, ...]:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from k3fuse.kernels.attention_projection import reference
+from k3fuse.kernels.attention_projection import reference, sharded_launch
 from k3fuse.kernels.attention_projection.launch import launch, misfit
-from k3fuse.kernels.attention_projection.policy import TABLE, row_of
+from k3fuse.kernels.attention_projection.policy import SHARDED, TABLE, row_of
 from k3fuse.kernels.common import check, dispatch
 from k3fuse.kernels.common.dispatch import Spec
 from k3fuse.kernels.common.library import register
@@ -17,7 +17,7 @@ from k3fuse.kernels.common.policy import MAX_M, Row
 NAME = "attention_projection"
 SCHEMA = (
     f"{NAME}(Tensor x, Tensor[] weights, *, str target, str group, str composition,"
-    " bool batch_invariant=False) -> Tensor[]"
+    " bool batch_invariant=False, int[] row_sharded=[]) -> Tensor[]"
 )
 
 
@@ -30,10 +30,41 @@ def _specs(x: Tensor, weights: Sequence[Tensor]) -> list[Spec]:
     return [Spec((x.shape[0], weight.shape[0]), x.dtype) for weight in weights]
 
 
+def _check_split(weights: Sequence[Tensor], row_sharded: Sequence[int]) -> None:
+    """Raise ValueError for rows that weights do not have."""
+    if row_sharded and len(row_sharded) != len(weights):
+        raise ValueError(
+            f"row_sharded={list(row_sharded)} for {len(weights)} weights; give one number a weight,"
+            " or none at all"
+        )
+    for i, (weight, rows) in enumerate(zip(weights, row_sharded, strict=False)):
+        if not 0 <= rows <= weight.shape[0]:
+            raise ValueError(
+                f"row_sharded[{i}]={rows}; weights[{i}] has {weight.shape[0]} rows, name 0 to as "
+                "many of them"
+            )
+
+
 def _run(
     x: Tensor, weights: Sequence[Tensor], *, target: str, group: str, composition: str,
-    batch_invariant: bool = False,
+    batch_invariant: bool = False, row_sharded: Sequence[int] = (),
 ) -> list[Tensor]:  # fmt: skip
+    _check_split(weights, row_sharded)
+    if any(row_sharded):
+        # One engine serves all counts of that table.
+        return dispatch.run(
+            SHARDED,
+            NAME,
+            target=target,
+            m=x.shape[0],
+            composition=composition,
+            inputs=[x, *weights],
+            specs=_specs(x, weights),
+            reference=lambda: reference.row_sharded(x, weights, row_sharded, group),
+            kernel=lambda row: sharded_launch.launch(row, target, group, x, weights, row_sharded),
+            misfit=lambda row: sharded_launch.misfit(row, target, x, weights, row_sharded, group),
+        )
+
     def engine(row: Row) -> Row:
         """The row of one engine for all counts, where that is asked for."""
         return row_of(target, row.m_max, batch_invariant=batch_invariant) or row
@@ -59,9 +90,10 @@ def _run(
 
 def _fake(
     x: Tensor, weights: Sequence[Tensor], *, target: str, group: str, composition: str,
-    batch_invariant: bool = False,
+    batch_invariant: bool = False, row_sharded: Sequence[int] = (),
 ) -> list[Tensor]:  # fmt: skip
     TABLE.lookup(target, 1)
+    _check_split(weights, row_sharded)
     return [spec.empty(x) for spec in _specs(x, weights)]
 
 

@@ -225,12 +225,16 @@ class StreamConfig:
         return tuple(f"out{i}" for i in range(len(self.rows)))
 
     @property
-    def name(self) -> str:
-        """Readable and unique."""
+    def less(self) -> str:
+        """The limits below what the chip has room for, as a name has them."""
         limits = (
             ("c", self.most_clusters, CLUSTERS),
             ("s", self.most_stages, MAX_STAGES),
             ("e", self.most_early, MAX_EARLY),
         )
-        less = "".join(f"_{key}{value}" for key, value, whole in limits if value != whole)
-        return f"stream_m{self.m}_k{self.k}_n{'_'.join(map(str, self.rows))}{less}"
+        return "".join(f"_{key}{value}" for key, value, whole in limits if value != whole)
+
+    @property
+    def name(self) -> str:
+        """Readable and unique."""
+        return f"stream_m{self.m}_k{self.k}_n{'_'.join(map(str, self.rows))}{self.less}"

@@ -18,6 +18,7 @@ from cutlass.cute.nvgpu.tcgen05 import CtaGroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.cute.typing import sym_int32, sym_int64
 
+from k3fuse.kernels.attention_projection.device import of_tile
 from k3fuse.kernels.attention_projection.stream_config import (
     BLOCK,
     CLUSTER,
@@ -97,22 +98,23 @@ class Stream:
     def attention_projection_stream(
         self, x_map: cute.CopyAtom, maps: tuple[Any, ...], outs: tuple[Any, ...], m: Int32
     ) -> None:
+        """One grid for all weights of a row."""
+        weights = [tcgen05.map_address(one) for one in maps]
+        self.run(
+            SimpleNamespace(x=tcgen05.map_address(x_map), weights=weights, outs=list(outs), m=m)
+        )
+
+    @cute.jit
+    def run(self, given: cutlass.Constexpr) -> None:
         """Weights before the predecessor has ended; then x, products, exchange, output."""
         config = self.config
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         layout = cute.make_layout(config.shared)
         base = memory.SmemAllocator().allocate_tensor(cutlass.Uint8, layout, 1024)
-        given = SimpleNamespace(
-            x=tcgen05.map_address(x_map),
-            weights=[tcgen05.map_address(one) for one in maps],
-            outs=list(outs),
-            m=m,
-            base=base.iterator.toint(),
-            part=cta % CLUSTER,
-            cluster=cta // CLUSTER,
-            lane=tid % 32,
-        )
+        given.base = base.iterator.toint()
+        given.cta, given.part, given.cluster = cta, cta % CLUSTER, cta // CLUSTER
+        given.lane = tid % 32
         given.column = given.part * Int32(config.columns)
         warp = cute.arch.make_warp_uniform(tid // 32)
         if tid == 0:
@@ -174,21 +176,17 @@ class Stream:
                         ptx.shared_store16(given.base + place, zero, first)
             barriers.fence_async()
 
+    def by_weight(self, given: Any) -> dict[str, list[Any]]:
+        """What a tile has of its weight, by name; `width`: elements of a row of the output."""
+        rows = [Int32(n) for n in self.config.rows]
+        return {"map": given.weights, "out": given.outs, "rows": rows, "width": rows}
+
     def tile(self, given: Any, slot: int) -> Any:
         """Map, output, rows and first row of a slot's tile."""
         config = self.config
         number = given.cluster + Int32(slot * config.clusters)
-        found = SimpleNamespace(
-            map=given.weights[0], out=given.outs[0], rows=Int32(config.rows[0]), number=number
-        )
-        first = Int32(0)
-        for i in range(1, len(config.rows)):
-            here = number >= Int32(config.firsts[i])
-            found.map = ptx.select(here, given.weights[i], found.map)
-            found.out = ptx.select(here, given.outs[i], found.out)
-            found.rows = ptx.select(here, Int32(config.rows[i]), found.rows)
-            first = ptx.select(here, Int32(config.firsts[i]), first)
-        found.row = (number - first) * Int32(config.tile)
+        found = of_tile(number, config.firsts, self.by_weight(given))
+        found.row = (number - found.first) * Int32(config.tile)
         return found
 
     @cute.jit
@@ -347,9 +345,16 @@ class Stream:
             offset = first + sender * part
             more = tcgen05.load_pairs(address, offset) + tcgen05.load_pairs(address, offset + ITEM)
             total = tcgen05.add_pairs(total, more)
-        words = tcgen05.pack_rows(total)
-        target = tile.out + bytes_of(token * tile.rows + row)
-        pitch = bytes_of(tile.rows)
+        self.put(given, tile, tcgen05.pack_rows(total), token, row)
+
+    @cute.jit
+    def put(
+        self, given: cutlass.Constexpr, tile: cutlass.Constexpr, words: cutlass.Constexpr,
+        token: Int32, row: Int32,
+    ) -> None:  # fmt: skip
+        """Store two rows, rounded, of those of four tokens that exist: a word a token."""
+        target = tile.out + bytes_of(token * tile.width + row)
+        pitch = bytes_of(tile.width)
         for i in cutlass.range_constexpr(QUAD):
             if token + Int32(i) < given.m:
                 self.store(target, words[i], tile.rows, row)

@@ -22,6 +22,7 @@ PARAMETER_BYTES = {"pointer": 8, "i32": 4, "u32": 4, "i64": 8, "u64": 8, "tensor
 BUILDERS = {
     "workbench_gemv": "k3fuse.kernels.build.workbench_gemv:BUILDER",
     "attention_projection": "k3fuse.kernels.attention_projection.builder:BUILDER",
+    "attention_projection_sharded": "k3fuse.kernels.attention_projection.sharded_builder:BUILDER",
     "attn_res": "k3fuse.kernels.attn_res.builder:BUILDER",
     "output_projection": "k3fuse.kernels.output_projection.builder:BUILDER",
     "router_front": "k3fuse.kernels.router.front_builder:BUILDER",

@@ -98,6 +98,9 @@ class Gemm:
     def behind_wait(self, given: Any, base: Any) -> None:
         """What one thread does behind the predecessor, before anyone has x."""
 
+    def behind_all(self, given: Any, base: Any, cta: Any, tid: Any) -> None:
+        """What every thread does when its warp has stored its rows."""
+
     # The body. ------------------------------------------------------------------------------------
 
     @cute.jit
@@ -127,6 +130,7 @@ class Gemm:
             else:
                 ptx.cluster_wait()
                 ptx.wait_for_predecessor()
+        self.behind_all(given, base, cta, tid)
 
     def work(
         self, passes: int, given: Any, base: Any, part: Any, first: Any, warp: Any, lane: Any

@@ -38,7 +38,7 @@ def missing(words: Any) -> Any:
 
 
 class Publisher:
-    """Stores of 16 or 8 bytes into every mailbox of the group, or into one.
+    """Stores of 16, 8 or 4 bytes into every mailbox of the group, or into one.
 
     targets: the multicast address alone, or the address of every rank's mailbox, in rank order.
     """
@@ -47,10 +47,15 @@ class Publisher:
         self.targets, self.multicast = targets, multicast
 
     def everywhere(self, offset: Any, words: Any) -> None:
-        """Store four words, or two, at `offset` (Int64 bytes) of every mailbox.
+        """Store four words, two or one, at `offset` (Int64 bytes) of every mailbox.
 
         The words hold no sentinel.
         """
+        if len(words) == 1:
+            one = ptx.multicast4 if self.multicast else ptx.store4_relaxed_sys
+            for target in self.targets:
+                one(target + offset, words[0])
+            return
         four = len(words) == 4
         if self.multicast:
             send = ptx.multicast16 if four else ptx.multicast8

@@ -141,7 +141,7 @@ def store8_relaxed_sys(address: Any, words: Any) -> None:
 
 
 def store4_relaxed_sys(address: Any, word: Any) -> None:
-    """One word to memory that the host reads."""
+    """One word to memory that the host or another GPU reads."""
     asm("st.relaxed.sys.global.b32 [$0], $1;", [], address, word)
 
 
@@ -158,6 +158,11 @@ def multicast8(address: Any, words: Any) -> None:
     """Two words to every GPU of a multicast address."""
     values = [as_f32(word) for word in words]
     asm("multimem.st.relaxed.sys.global.v2.f32 [$0], {$1,$2};", [], address, *values)
+
+
+def multicast4(address: Any, word: Any) -> None:
+    """One word to every GPU of a multicast address."""
+    asm("multimem.st.relaxed.sys.global.f32 [$0], $1;", [], address, as_f32(word))
 
 
 # Shared memory. -----------------------------------------------------------------------------------
