@@ -25,6 +25,8 @@ from typing import Any
 import click
 from rich.console import Console
 
+from k3fuse.kernels.attention_projection.policy import SHARDED
+from k3fuse.kernels.common.policy import Table
 from k3fuse.kernels.common.registry import OPS
 from k3fuse.rewriter import options as options_module
 from k3fuse.rewriter.cli import main as command
@@ -55,9 +57,13 @@ def pattern(name: str) -> Pattern:
 
 def guards(name: str) -> str:
     """Guards of a pattern, in the order they are asked."""
+    scopes = {
+        "always": "every target", "kernel": "hardware targets",
+        "row_sharded": "hardware targets with `row_sharded`",
+    }  # fmt: skip
     rows = []
     for guard in pattern(name).guards:
-        asked = "every target" if guard.scope == "always" else "hardware targets"
+        asked = scopes[guard.scope]
         proof = "proved" if guard.proof == "static" else "in range; run time decides"
         link = f"[{guard.code}](../reasons/{guard.code}.md)"
         rows.append([f"`{guard.text}`", guard.why or "-", asked, proof, link])
@@ -72,15 +78,28 @@ def summary(name: str) -> str:
 
 def policy(name: str) -> str:
     """Which kernel serves which token count on GB300."""
-    eight, sixteen = (OPS[name].table.rows[f"gb300:tp{ranks}"] for ranks in (8, 16))
-    alike = eight == sixteen
+    return policy_table(OPS[name].table)
+
+
+def sharded(_: str) -> str:
+    """The same for rows that the ranks split."""
+    return policy_table(SHARDED)
+
+
+def policy_table(chosen: Table) -> str:
+    """Rows of both GB300 targets, in one column where they name the same kernels."""
+    eight, sixteen = (chosen.rows[f"gb300:tp{ranks}"] for ranks in (8, 16))
+    alike = [r.kernel for r in eight] == [r.kernel for r in sixteen]
     rows = []
     for row, other in zip(eight, sixteen, strict=True):
         names = [r.kernel or r.planned for r in ((row,) if alike else (row, other))]
+        hops = list(dict.fromkeys(str(r.hops) for r in (row, other)))
         state = "built" if row.kernel and other.kernel else "planned"
-        rows.append([f"{row.m_min} to {row.m_max}", *names, str(row.launches), state])
+        rows.append(
+            [f"{row.m_min} to {row.m_max}", *names, str(row.launches), ", ".join(hops), state]
+        )
     heads = ["kernel on gb300:tp8 and gb300:tp16"] if alike else ["on gb300:tp8", "on gb300:tp16"]
-    return table(["M", *heads, "launches", "state"], rows)
+    return table(["M", *heads, "launches", "hops added", "state"], rows)
 
 
 def patterns(_: str) -> str:
@@ -278,6 +297,7 @@ KINDS: dict[str, Callable[[str], str]] = {
     "guards": guards,
     "summary": summary,
     "policy": policy,
+    "sharded": sharded,
     "patterns": patterns,
     "hint": hint,
     "askers": askers,

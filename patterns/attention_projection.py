@@ -10,12 +10,13 @@ from sympy import And, Eq, Or
 from torch import fx
 
 from k3fuse.kernels.attention_projection.op import attention_projection
-from k3fuse.kernels.attention_projection.policy import TABLE
+from k3fuse.kernels.attention_projection.policy import SHARDED, TABLE
 from k3fuse.patterns import symbols as s
 from k3fuse.patterns.compose import replacement
-from k3fuse.patterns.moe import tp_group
+from k3fuse.patterns.latent_rows import split_rows
+from k3fuse.patterns.moe import equal_on_all_ranks, tp_group
 from k3fuse.patterns.output_projection import Projected, projected
-from k3fuse.patterns.policy import pick
+from k3fuse.patterns.policy import others_share, pick
 from k3fuse.rewriter.guards import Guard
 from k3fuse.rewriter.pattern import Pattern
 from k3fuse.rewriter.reasons import Code, Reason
@@ -29,6 +30,8 @@ from k3fuse.rewriter.view import GraphView, op_of, shape_of
 
 _KIND = sympy.Symbol("kind")
 _KDA, _MLA = s.name("kda"), s.name("mla")
+_SPLIT = sympy.Symbol("split_rows", integer=True, nonnegative=True)
+_EQUAL, _GROUP = sympy.symbols("row_all_reduced group_named")
 
 
 # Rows that the ranks split: q, k, v, g of 12288 and beta of 96; f_a's 128 are on every rank.
@@ -62,6 +65,27 @@ class AttentionProjection(Pattern):
         s.ROWS_BF16,
         s.NO_BIAS,
         s.IN_PLACE,
+        Guard(
+            Or(Eq(_KIND, _KDA), Eq(_SPLIT, _MLA_WHOLE)),
+            Code.SHAPE_MISMATCH,
+            "the rows that all ranks have, q_a and kv_a, lead their weights: all but the gate",
+            scope="row_sharded",
+            hint="leave row_sharded off for this model",
+        ),
+        Guard(
+            Or(Eq(_KIND, _KDA), Eq(_GROUP, s.YES)),
+            Code.GROUP_MISMATCH,
+            "the ranks exchange rows over the group of the layer's all-reduce",
+            scope="row_sharded",
+            hint="leave row_sharded off, or keep the all-reduce in the graph",
+        ),
+        Guard(
+            Or(Eq(_KIND, _KDA), Eq(_EQUAL, s.YES)),
+            Code.GROUP_MISMATCH,
+            "every rank multiplies a share of the rows, so all need the same x",
+            scope="row_sharded",
+            hint="the row has to come from an all-reduce over the group in the same graph",
+        ),
     )
 
     def find(self, view: GraphView) -> Iterator[Site | NearMiss]:
@@ -119,6 +143,11 @@ class AttentionProjection(Pattern):
             if all(f.transposed for f in linears)
             else s.NO,
         }
+        split = split_rows(view, linears, inside) if kind == "mla" else ()
+        values[_SPLIT] = s.value(sum(split))
+        values[_GROUP] = s.yes(bool(group))
+        equal = kind == "mla" and equal_on_all_ranks(view, view.strip(x), group)
+        values[_EQUAL] = s.yes(equal)
         if size is not None:
             values[s.TP] = s.value(size)
         return Site(
@@ -129,26 +158,41 @@ class AttentionProjection(Pattern):
             {"x": x, "weights": [f.weight for f in linears]},
             tuple(f.out for f in linears),
             values,
-            facts=(linears, group),
+            facts=(linears, group, split),
         )
 
     def replacement(self, site: Site, view: GraphView, target: Target) -> Replacement:
         """attention_projection(x, [weights])."""
-        linears, group = site.facts
+        linears, group, _ = site.facts
+        more: dict[str, Any] = {"batch_invariant": True} if target.batch_invariant else {}
+        if split := _split(site, target):
+            more["row_sharded"] = list(split)
         x = site.operands["x"]
         outs = [f.out for f in linears]
         shapes = [(shape_of(x)[0], f.n) for f in linears]
         return replacement(
             site, view, attention_projection, (x, site.operands["weights"]), results=outs,
             shapes=shapes, outputs=[Output(o, i) for i, o in enumerate(outs)], target=target,
-            group=group, more={"batch_invariant": True} if target.batch_invariant else {},
+            group=group, more=more,
         )  # fmt: skip
 
     def kernel(self, site: Site, target: Target) -> Kernel | None:
         """The policy's row for M, with the figures of the kernel for the site's own weights."""
-        linears, _ = site.facts
+        linears, _, _ = site.facts
         sizes = {f"n{i}": f.n for i, f in enumerate(linears) if isinstance(f.n, int)}
-        return pick(TABLE, site, target, sizes)
+        split = _split(site, target)
+        if not split:
+            return pick(TABLE, site, target, sizes)
+        sizes |= {"tp": target.tp, **{f"s{i}": rows for i, rows in enumerate(split)}}
+        unread = others_share(split, linears[0].k, linears[0].dtype, target)
+        return pick(SHARDED, site, target, sizes, op="attention_projection_sharded", unread=unread)
+
+
+def _split(site: Site, target: Target) -> tuple[int, ...]:
+    """Rows of each weight that the ranks split, where that is asked for; () for none."""
+    _, _, split = site.facts
+    asked = target.row_sharded and not target.is_reference
+    return split if asked and any(split) else ()
 
 
 def output_projections(view: GraphView) -> list[Projected]:

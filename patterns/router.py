@@ -236,7 +236,7 @@ class Router(Pattern):
 
     def kernel(self, site: Site, target: Target) -> Kernel | None:
         """The policy's row for M; the other ranks read their rows of the whole weights."""
-        gate, latent, _, _ = site.facts
+        gate, latent, *_ = site.facts
         rows = [f.n for f in (gate, latent) if f is not None]
         unread = others_share(rows, gate.k, gate.dtype, target)
         return pick(TABLE, site, target, unread=unread)

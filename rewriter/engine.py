@@ -79,7 +79,9 @@ def _rewrite(
     consent: Callable[[Report], Reason | None] | None,
 ) -> Report:
     target = options.target or Target.detect()
-    target = replace(target, batch_invariant=options.batch_invariant)
+    target = replace(
+        target, batch_invariant=options.batch_invariant, row_sharded=options.row_sharded
+    )
     loaded = load_patterns() if patterns is None else patterns
     say = progress or (lambda _: None)
     report = Report(
@@ -233,6 +235,7 @@ def _judge(
         view.shape_env,
         names,
         kernel_scope=not target.is_reference,
+        row_sharded=target.row_sharded and not target.is_reference,
         seen=view.notes.setdefault("guards", {}),
     )
     site.refuse(*reasons) if reasons else None

@@ -91,7 +91,8 @@ class Guard:
     relation: sympy relation (or And/Or of relations) over the pattern's symbols.
     code: reason when it does not hold.
     scope: "always" holds for every target; "kernel" describes what the fused kernels of a hardware
-        target cover, and is not asked of Target.reference().
+        target cover, and is not asked of Target.reference(); "row_sharded" what they need where the
+        option of that name is set, too.
     proof: "static" needs the relation proved; "reachable" passes a symbolic value whose range meets
         the relation, because the op decides at run time.
     why: half a sentence with the source of the number; shown in docs and reports.
@@ -100,7 +101,7 @@ class Guard:
     relation: sympy.Basic
     code: Code
     why: str = ""
-    scope: Literal["always", "kernel"] = "always"
+    scope: Literal["always", "kernel", "row_sharded"] = "always"
     proof: Literal["static", "reachable"] = "static"
     hint: str = ""
 
@@ -272,17 +273,19 @@ def failures(
     nodes: tuple[str, ...],
     *,
     kernel_scope: bool,
+    row_sharded: bool = False,
     seen: dict[Any, GuardResult] | None = None,
 ) -> tuple[list[GuardResult], list[Reason]]:
     """Evaluate all guards; return every result and a reason for each one that failed.
 
     kernel_scope: whether guards of scope "kernel" are asked (a hardware target) or not (reference).
+    row_sharded: whether those of scope "row_sharded" are.
     seen: results of this graph's earlier sites; equal values need not be evaluated again.
     """
     seen = {} if seen is None else seen
     results, reasons = [], []
     for guard in guards:
-        if guard.scope == "kernel" and not kernel_scope:
+        if not {"kernel": kernel_scope, "row_sharded": row_sharded}.get(guard.scope, True):
             continue
         key = (guard, tuple(values.get(symbol) for symbol in guard.symbols))
         result = seen.get(key)

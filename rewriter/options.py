@@ -45,7 +45,9 @@ class Options:
     logs; "off", "summary" (3 reasons), "explain" or "all" (every reason). dump_dir: folder for text
     dumps ("": none). groups: process group name -> ranks, where torch.distributed cannot tell.
     batch_invariant: one engine for all token counts of the policy, so that a token's bits do not
-    depend on the batch that it is in.
+    depend on the batch that it is in. row_sharded: rows of weights that all ranks have alike (q_a
+    and kv_a of latent attention) are split over the ranks, at the price of an exchange a layer; off
+    until a GPU says that it pays. A site that cannot be split is refused.
     """
 
     target: Target | None = None
@@ -62,6 +64,7 @@ class Options:
     dump_dir: str = ""
     groups: Mapping[str, int] = field(default_factory=dict)
     batch_invariant: bool = False
+    row_sharded: bool = False
 
     def __post_init__(self) -> None:
         for name, value, known in (
@@ -102,7 +105,7 @@ class Options:
                 raise OptionError(f"option {name}={value!r} is a string; use a list")
             if value is not None:
                 values[name] = tuple(value)
-        for name in ("plan", "strict", "dry_run", "batch_invariant"):
+        for name in ("plan", "strict", "dry_run", "batch_invariant", "row_sharded"):
             if name in values and not isinstance(values[name], bool):
                 raise OptionError(f"option {name}={values[name]!r} is no bool; use True or False")
         return cls(**values)
@@ -121,14 +124,14 @@ class Options:
 
 def _environment() -> dict[str, Any]:
     """K3FUSE_TARGET, _DUMP_DIR, _LOG, _DISABLE, _ONLY_LAYERS, _STRICT, _PLAN, _DRY_RUN, _VALIDATE,
-    _INNER and _BATCH_INVARIANT.
+    _INNER, _BATCH_INVARIANT and _ROW_SHARDED.
     """
     found: dict[str, Any] = {}
     for name in ("target", "dump_dir", "log", "validate", "inner"):
         text = os.environ.get(f"K3FUSE_{name.upper()}")
         if text:
             found[name] = text
-    for name in ("strict", "plan", "dry_run", "batch_invariant"):
+    for name in ("strict", "plan", "dry_run", "batch_invariant", "row_sharded"):
         text = os.environ.get(f"K3FUSE_{name.upper()}")
         if text:
             if text not in ("0", "1"):

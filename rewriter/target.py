@@ -22,12 +22,14 @@ class Target:
     tp: ranks of the tensor-parallel group; 0 = whatever the graph says (reference only).
     group: process group name where the caller fixes one.
     batch_invariant: ops that have several engines use one of them for all token counts.
+    row_sharded: rows of weights that all ranks have alike are split over them where an op can.
     """
 
     arch: str
     tp: int = 0
     group: str = ""
     batch_invariant: bool = False
+    row_sharded: bool = False
 
     @property
     def is_reference(self) -> bool:

@@ -32,6 +32,7 @@ INSTEAD: dict[str, list[sympy.Basic]] = {
     "num_blocks": [sympy.Integer(9)],
     "bias": [name("yes")],
     "row_all_reduced": [name("no")],
+    "group_named": [name("no")],
     "weight_rows_contiguous": [name("no")],
     "groups": [name("several")],
     "scoring": [name("softmax")],
@@ -103,7 +104,7 @@ def changes(pattern: str, guard: Guard) -> Iterator[dict[sympy.Symbol, sympy.Bas
 def codes(
     guards: Any, values: Mapping[sympy.Symbol, sympy.Basic], kernel: bool = True
 ) -> list[str]:
-    _, reasons = failures(guards, values, None, ("node",), kernel_scope=kernel)
+    _, reasons = failures(guards, values, None, ("node",), kernel_scope=kernel, row_sharded=kernel)
     return [r.code.value for r in reasons]
 
 

@@ -67,6 +67,7 @@ FACTORS: dict[str, Callable[[pytest.MonkeyPatch], dict[str, str]]] = {
     "first layer": lambda _: made({"first_layer": 3}),
     "validation": lambda _: made({"validate": "values"}),
     "one engine": lambda _: made({"batch_invariant": True}),
+    "rows shared out": lambda _: made({"row_sharded": True}),
     "group sizes": lambda _: made({"groups": {"tp:0": 8}}),
     "guard constant": lambda _: made(patterns=guard_constant()),
     "priority": lambda _: made(patterns=patterns_with(priority=999)),
