@@ -1,0 +1,166 @@
+"""A stand-in for the one GPU: the tail's kernel on raw addresses, in PyTorch."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from tail_runs import store
+from torch import Tensor
+
+from k3fuse.kernels.build.variant import Variant, parameter_names
+from k3fuse.kernels.common.collective import ordered_sum
+from k3fuse.kernels.common.numerics import rms_norm
+from k3fuse.kernels.simulator import Launch, simulate_sequence
+from k3fuse.kernels.tail.builder import config_of
+from k3fuse.kernels.tail.mailbox import CTAS, LATENT, TailMailbox
+from k3fuse.kernels.tail.problem import ARMED, BF16, EPS
+
+
+def at(address: int, *shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    """A tensor over host memory."""
+    size = torch.empty(0, dtype=dtype).element_size()
+    for extent in shape:
+        size *= extent
+    return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=dtype).view(shape)
+
+
+class Box:
+    """One rank's mailbox in one call."""
+
+    def __init__(self, layout: TailMailbox, address: int, call: int) -> None:
+        self.words = at(address, layout.total // 4, dtype=torch.int32)
+        self.layout, self.call = layout, call
+
+    def _rows(self, start: int, m: int, size: int) -> Tensor:
+        return self.words[start // 4 : start // 4 + m * size // 4].view(m, size // 4)
+
+    def latent(self, rank: int, m: int) -> Tensor:
+        return self._rows(self.layout.latent_at(self.call, rank), m, self.layout.latent_row)
+
+    def shared(self, rank: int, m: int) -> Tensor:
+        return self._rows(self.layout.shared_at(self.call, rank), m, self.layout.part)
+
+    def finished(self, m: int) -> Tensor:
+        return self._rows(self.layout.row_at(self.call), m, self.layout.row)
+
+    def normed(self, m: int, back: int = 0) -> Tensor:
+        return self._rows(self.layout.normed_at(self.call - back), m, self.layout.latent_row)
+
+
+def taken(words: Tensor, arm: bool = True) -> Tensor:
+    """Words that are there, as BF16; armed again."""
+    assert not (words == ARMED).any(), "polls what nobody sends"
+    rows = words.clone().view(BF16)
+    if arm:
+        words.fill_(ARMED)
+    return rows
+
+
+def words_of(rows: Tensor) -> Tensor:
+    """Rows as they are published: no -0.0."""
+    return (rows + 0.0).to(BF16).contiguous().view(torch.int32)
+
+
+class Functional:
+    """Kernels that do what the mailbox promises; one that would poll in vain is an error.
+
+    broken: "scaled" rows, a partial "dropped", words left "unarmed", another rank's "columns".
+    """
+
+    name, arch, sms, l2_bytes = "stand-in", "sm_90a", 132, 0
+
+    def __init__(self) -> None:
+        self.launched: list[Variant] = []
+        self.broken = ""
+
+    def put(self, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    def graph(self, work: Callable[[], None]) -> Callable[[], None]:
+        return work
+
+    def wait(self) -> None:
+        pass
+
+    def built(self, variant: Variant) -> Any:
+        raise AssertionError("nothing is compiled")
+
+    def together(self, calls: Sequence[tuple[Variant, Sequence[int]]]) -> None:
+        raise AssertionError("the ranks run one after the other")
+
+    def seconds(self, work: Callable[[], None]) -> float:
+        before = len(self.launched)
+        work()
+        return float(len(self.launched) - before)
+
+    def launch(self, variant: Variant, values: Sequence[int]) -> None:
+        self.launched.append(variant)
+        named = dict(zip(parameter_names(variant), values, strict=True))
+        given, config = SimpleNamespace(**named), config_of(variant)
+        m, rank, tp, layout = given.m, given.rank, config.tp, config.box
+        assert m <= config.m
+        start = given.mailbox + layout.control
+        pairs = at(start, CTAS, 2, dtype=torch.int32)
+        call, before = (int(word) for word in pairs[0])
+        boxes = [Box(layout, named[f"mailbox{owner}"], call) for owner in range(tp)]
+        own = boxes[rank]
+        if call:
+            own.normed(before, back=1).fill_(ARMED)
+        pairs[:, 0], pairs[:, 1] = call + 1, m
+        routed, shared = at(given.routed, m, LATENT), at(given.shared, m, config.hidden)
+        for owner, box in enumerate(boxes):
+            mine = slice(owner, m, tp) if config.two_shot else slice(0, m)
+            box.latent(rank, m)[mine] = words_of(routed)[mine]
+            columns = slice(owner * config.rows, (owner + 1) * config.rows)
+            box.shared(rank, m).copy_(words_of(shared[:, columns]))
+        mine = slice(rank, m, tp) if config.two_shot else slice(0, m)
+        parts = [taken(own.latent(r, m)[mine], self.broken != "unarmed") for r in range(tp)]
+        if self.broken == "dropped":
+            parts[3].zero_()
+        latent = ordered_sum(parts).to(BF16)
+        row = rms_norm(latent, at(given.norm, LATENT), EPS, BF16, config.round_before)
+        for box in boxes if config.two_shot else [own]:
+            box.normed(m)[mine] = words_of(row)
+        normed = taken(own.normed(m), arm=False).double()
+        first = rank * config.rows
+        if self.broken == "columns":
+            first = (rank + 1) % tp * config.rows
+        weight = at(given.weight, config.hidden, LATENT)[first : first + config.rows].double()
+        up = (normed @ weight.t()).to(BF16)
+        columns = up + ordered_sum([taken(own.shared(r, m)) for r in range(tp)]).to(BF16)
+        if self.broken == "scaled":
+            columns = (columns.float() * 1.01).to(BF16)
+        half = slice(rank * config.rows // 2, (rank + 1) * config.rows // 2)
+        for box in boxes:
+            box.finished(m)[:, half] = words_of(columns)
+        at(given.out, m, config.hidden).copy_(taken(own.finished(m)))
+
+
+class Simulated(Functional):
+    """The kernels themselves, all in the memory of one rank."""
+
+    def launch(self, variant: Variant, values: Sequence[int]) -> None:
+        self.launched.append(variant)
+        named = dict(zip(parameter_names(variant), values, strict=True))
+        config, m = config_of(variant), named["m"]
+        sizes = {
+            "routed": m * LATENT, "shared": m * config.hidden, "norm": LATENT,
+            "weight": config.hidden * LATENT, "out": m * config.hidden,
+        }  # fmt: skip
+        known: dict[int, Tensor] = {}
+        for name, address in named.items():
+            if name in config.addresses and address not in known:
+                box = name not in sizes
+                size = config.box.total // 4 if box else sizes[name]
+                known[address] = at(address, size, dtype=torch.int32 if box else BF16)
+        built = store().get(variant)
+        params = [known.get(value, value) for value in values]
+        launch = Launch(
+            built.ptx, built.plan.grid, built.plan.block, [params], cluster=built.plan.cluster,
+            dynamic_smem=built.plan.dynamic_smem, names=parameter_names(variant),
+        )  # fmt: skip
+        simulate_sequence([launch], ranks=1)
