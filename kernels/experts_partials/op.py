@@ -140,8 +140,10 @@ def given(*arguments: Any) -> Given:
     name, beta, linear_beta, layout, width, _ = arguments[TENSORS + 6 :]
     choice = Choice(top_k, scoring, renormalize, scale, eps, weights_dtype)
     operands = Operands(
-        hidden, *stand_ins(hidden.shape[0], choice), w13, w13_scale, w2, w2_scale, shared_hidden,
-        gate_up, down, None, None, layout=layout, width=width,
+        hidden=hidden, w13=w13, w13_scale=w13_scale, w2=w2, w2_scale=w2_scale,
+        shared_hidden=shared_hidden, shared_gate_up=gate_up, shared_down=down,
+        latent_norm_weight=None, up_weight=None, layout=layout, width=width,
+        **stand_ins(*hidden.shape, choice),
     )  # fmt: skip
     return Given(logits, bias, operands, choice, Activation(name, beta, linear_beta))
 
