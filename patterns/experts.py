@@ -259,7 +259,7 @@ class Experts(Pattern):
             },
             (found.out,),
             values,
-            ("experts hidden in an opaque op stay as they are",),
+            ("experts hidden in an opaque op are no part of it",),
             facts=(found, None, None, None),
         )
 

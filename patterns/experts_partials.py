@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import sympy
@@ -51,7 +51,7 @@ LAYER_GUARDS: tuple[Guard, ...] = (
         Or(Eq(_LAYOUT, s.name(ROWS)), Eq(_LAYOUT, s.name(TRTLLM))),
         Code.STRIDE_OR_ALIGN,
         "the experts kernel reads the checkpoint's order, and vLLM's for its TRTLLM kernels",
-        hint="set vLLM's --moe-backend to b12x or flashinfer_trtllm, where it offers them",
+        hint="leave vLLM's --moe-backend at auto, or set flashinfer_trtllm_afp8 where it offers it",
     ),
     Guard(Eq(_WEIGHTS, s.name("mxfp4")), Code.DTYPE_MISMATCH, "experts are MXFP4", hint=_STOCK),
     Guard(
@@ -275,6 +275,10 @@ class ExpertsPartials(Pattern):
         ]
         args = (*arguments, layer.facts(), target.name)
         return Replacement(experts_op(), args, {}, tuple(outputs))
+
+    def factors(self) -> Mapping[str, str]:
+        """Digest of the layers that this process's engine has loaded."""
+        return {"layers": registry.digest()}
 
     def kernel(self, site: Site, target: Target) -> Kernel | None:
         """The policy's row for M."""

@@ -52,6 +52,7 @@ def factors(
         guards = [(g.text, g.code.value, g.scope, g.proof) for g in pattern.guards]
         found[f"guards.{pattern.name}"] = _digest(guards)
         found[f"priority.{pattern.name}"] = str(pattern.priority)
+        found |= {f"{name}.{pattern.name}": text for name, text in pattern.factors().items()}
     if report is not None:
         found["graph.tokens"] = str(report.m)
         found["graph.nodes"] = str(report.nodes_before)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import ClassVar
 
@@ -34,6 +34,10 @@ class Pattern(ABC):
     @abstractmethod
     def replacement(self, site: Site, view: GraphView, target: Target) -> Replacement:
         """Return the op call that takes the site's place. Must not edit the graph."""
+
+    def factors(self) -> Mapping[str, str]:
+        """What decides beside the graph, the options and the sources, by name, for cache keys."""
+        return {}
 
     @abstractmethod
     def kernel(self, site: Site, target: Target) -> Kernel | None:

@@ -11,6 +11,7 @@ What keeps a layer from our kernels is said by the guards of the pattern `expert
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from collections.abc import Mapping
@@ -163,6 +164,19 @@ def find(name: str) -> ExpertLayer:
     if not layer.loaded:
         raise Refusal(_not_loaded(name, "the layer's tensors have no memory"))
     return layer
+
+
+def digest() -> str:
+    """Digest of the kinds of MoE layers that this process's engine has loaded; "" for none.
+
+    A changed layout, beta or routing is another one: caches that hold rewritten graphs key on it.
+    """
+    try:
+        layers = survey(_ENGINE[0]) if _ENGINE else {}
+    except Refusal as refusal:
+        return refusal.reason.code.value
+    kinds = sorted({layer.facts() for layer in layers.values() if layer.loaded})
+    return hashlib.sha256("\n".join(kinds).encode()).hexdigest()[:16] if kinds else ""
 
 
 def _table() -> Mapping[str, Any] | None:

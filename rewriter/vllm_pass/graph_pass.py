@@ -57,12 +57,14 @@ class DecodePass(InductorPass):  # type: ignore[misc]
         return int(compile_range.start) <= MAX_TOKENS
 
     def uuid(self) -> str:
-        """Part of Inductor's and vLLM's cache keys: versions, sources, options, target."""
+        """Part of Inductor's and vLLM's cache keys: versions, sources, options, target, experts."""
+        from k3fuse_vllm.experts import digest
         from k3fuse_vllm.versions import decision_digest
 
         settings, decision = _wish()
         target = settings.options.target if settings is not None else None
         given = {**settings.given, "active": decision.active} if settings is not None else {}
+        given["experts"] = digest()
         return f"k3fuse-{decision_digest(given, target.name if target is not None else '')}"
 
     def __reduce__(self) -> str:

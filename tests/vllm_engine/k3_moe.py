@@ -247,15 +247,22 @@ class Run:
 
     def cache_keys(self) -> dict[str, bool]:
         """The facts that go into the graph follow the layer, and not its name or addresses."""
-        from k3fuse_vllm import experts
+        from k3fuse.rewriter.key import factors, key
+        from k3fuse.rewriter.options import Options
+        from k3fuse.rewriter.pattern import load_patterns
+        from k3fuse_vllm import decode_pass, experts
         from k3fuse_vllm.experts_op import experts_op
 
         def facts(moe: Any) -> str:
-            return experts.read(moe.experts.layer_name, moe.experts).facts()
+            return str(experts.read(moe.experts.layer_name, moe.experts).facts())
 
-        one, config = facts(self.first), self.first.experts.moe_config
+        def keys() -> list[str]:
+            return [decode_pass.uuid(), key(factors(Options(), load_patterns()))]
+
+        experts.use_engine(self.config)
+        one, config, plain = facts(self.first), self.first.experts.moe_config, keys()
         config.activation_situ_beta = 3.0
-        beta = facts(self.first)
+        beta, other = facts(self.first), keys()
         config.activation_situ_beta = 4.0
         before = backend(self.first.experts, "FLASHINFER_TRTLLM_MXFP4_MXFP8")
         layout = facts(self.first)
@@ -285,6 +292,8 @@ class Run:
             "layers alike": one == facts(self.second),
             "beta": one != beta,
             "layout": one != layout,
+            "pass and backend": all(a != b for a, b in zip(plain, other, strict=True)),
+            "again": plain == keys(),
             "in the graph": seen == [one],
         }
 

@@ -86,6 +86,5 @@ def test_another_layer_at_run_time_gets_vllms_op(found: Any) -> None:
 
 
 def test_the_graph_holds_what_a_cache_key_needs(found: Any) -> None:
-    assert found["cache keys"] == {
-        "layers alike": True, "beta": True, "layout": True, "in the graph": True,
-    }  # fmt: skip
+    assert set(found["cache keys"].values()) == {True}, found["cache keys"]
+    assert len(found["cache keys"]) == 6

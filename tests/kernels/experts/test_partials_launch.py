@@ -34,7 +34,8 @@ def arguments(layout: str, m: int = M, weights: torch.dtype = BF16) -> list[Any]
         return torch.randn(*size, generator=generator) * size[-1] ** -0.5
 
     return [
-        made.x, 60 * normal(m, EXPERTS), 0.1 * normal(EXPERTS), (HIDDEN**0.5 * normal(m, HIDDEN)).to(BF16),
+        made.x, 60 * normal(m, EXPERTS), 0.1 * normal(EXPERTS),
+        (HIDDEN**0.5 * normal(m, HIDDEN)).to(BF16),
         *(stored if layout == "rows" else shuffled(*stored)),
         [normal(2 * SHARED, HIDDEN).to(BF16)], normal(HIDDEN, SHARED).to(BF16), TOP_K, "sigmoid",
         True, 1.0, 1e-20, weights, "situ", 4.0, 25.0, layout, WIDTH, "",
