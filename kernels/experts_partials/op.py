@@ -143,7 +143,7 @@ def given(*arguments: Any) -> Given:
         hidden=hidden, w13=w13, w13_scale=w13_scale, w2=w2, w2_scale=w2_scale,
         shared_hidden=shared_hidden, shared_gate_up=gate_up, shared_down=down,
         latent_norm_weight=None, up_weight=None, layout=layout, width=width,
-        **stand_ins(*hidden.shape, choice),
+        **stand_ins(hidden.shape[0], hidden.shape[1], choice),
     )  # fmt: skip
     return Given(logits, bias, operands, choice, Activation(name, beta, linear_beta))
 
