@@ -50,7 +50,7 @@ LAYER_GUARDS: tuple[Guard, ...] = (
     Guard(
         Or(Eq(_LAYOUT, s.name(ROWS)), Eq(_LAYOUT, s.name(TRTLLM))),
         Code.STRIDE_OR_ALIGN,
-        "the experts kernel reads the checkpoint's order, and vLLM's for its TRTLLM kernels",
+        "the orders that the kernels read",
         hint="leave vLLM's --moe-backend at auto, or set flashinfer_trtllm_afp8 where it offers it",
     ),
     Guard(Eq(_WEIGHTS, s.name("mxfp4")), Code.DTYPE_MISMATCH, "experts are MXFP4", hint=_STOCK),
