@@ -143,3 +143,4 @@ def test_kimi_k3_at_tp8() -> None:
     assert experts["read_after"] == pytest.approx(read * 1e6, rel=0.01)
     read = (12.9 + 51.4) / 8 + 22.0
     assert router["read_after"] == pytest.approx(read * 1e6, rel=0.01)
+    assert (router["launches"], experts["launches"]) == (2, 2)
