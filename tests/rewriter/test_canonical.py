@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 
 import pytest
@@ -120,3 +121,47 @@ def test_a_view_walks_to_the_maker_and_back() -> None:
     assert not view.same(again, x)
     assert view.is_weight(x)
     assert not view.is_weight(y)
+
+
+@pytest.mark.parametrize(
+    ("packet", "args", "wanted"),
+    [
+        (aten.add, (2.5,), "aten.add.Tensor"),
+        (aten.sum, ([1],), "aten.sum.dim_IntList"),
+        (aten.sum, (), "aten.sum.default"),
+        (aten.mean, ([1], True), "aten.mean.dim"),
+        (aten.clamp, (0, 1), "aten.clamp.default"),
+        (aten.add, ("no", "such", "call", 1, 2), "aten.add.Tensor"),  # fits none: the first
+    ],
+)
+def test_a_packet_is_the_first_overload_that_takes_its_arguments(
+    packet: object, args: tuple[object, ...], wanted: str
+) -> None:
+    graph = fx.Graph()
+    node = graph.call_function(packet, (graph.placeholder("x"), *args))  # type: ignore[arg-type]
+    assert str(overload(node)) == wanted
+
+
+def test_an_attribute_that_is_not_there_is_its_default() -> None:
+    spelled = Canonical("slice", (), (("dim", 1),))
+    assert (spelled.attr("dim"), spelled.attr("start"), spelled.attr("start", 0)) == (1, None, 0)
+
+
+def test_a_part_of_what_is_no_node_has_a_spelling_of_its_own() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    node = graph.call_function(operator.getitem, (x, slice(0, 2)))
+    assert canonical(node) == Canonical("getitem", (x,), (("index", slice(0, 2)),))
+
+
+@pytest.mark.parametrize("stop", [None, 2**63 - 1])
+def test_a_slice_to_the_end_of_a_symbolic_size_is_no_slice(stop: int | None) -> None:
+    h = Hand()
+    with h.mode:
+        size = h.mode.shape_env.create_unbacked_symint()  # type: ignore[union-attr]
+        torch._check(size > 8)
+        rows = h.given("rows", torch.empty(size, N))
+    node = h.graph.call_function(aten.slice.Tensor, (rows, 0, 0, stop))
+    assert canonical(node) == Canonical("reshape", (rows,))
+    part = h.graph.call_function(aten.slice.Tensor, (rows, 0, 0, 4))
+    assert canonical(part).attr("stop") == 4

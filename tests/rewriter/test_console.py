@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from k3fuse.rewriter import console
 from k3fuse.rewriter.saved import SavedReport
@@ -64,3 +65,20 @@ def test_what_is_written_has_no_escapes_and_one_width(
         texts.append((tmp_path / "out.txt").read_text())
     assert texts[0] == texts[1]
     assert "\x1b" not in texts[0]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_is_a_live_line_in_a_terminal_and_silent_where_quiet(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = io.StringIO()
+    monkeypatch.setattr(
+        console, "Console",
+        lambda **_: Console(file=written, force_terminal=terminal, width=80),
+    )  # fmt: skip
+    with console.progress(quiet=True) as say:
+        say("match the sites")
+    assert ("match the sites" in written.getvalue()) == terminal
+    with console.progress(quiet=False) as say:
+        say("edit")
+    assert "edit" in written.getvalue()
