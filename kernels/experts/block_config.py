@@ -3,7 +3,8 @@
 The units, entries, order of slots and scratch counts are those of `config.py`. What differs: a
 product is one of tcgen05 with block scales, 128 rows of W with all tokens of an entry. W comes by
 tensor map, which spreads 16 values of 4 bits over 16 bytes; x was rounded to MXFP8 once, by the
-cluster, and its rows come by tensor map beside the weights of the same columns.
+cluster or by whoever gives it (mxfp8), and its rows come by tensor map beside the weights of the
+same columns.
 
 FC1: CTA r has an eighth of the expert's width, gate rows and up rows in one tile. Where they take
 at most 64 rows, the columns of two neighbouring blocks lie in one tile, one above the other, and
@@ -339,20 +340,21 @@ class BlockConfig(Config):
         return ("w13", "w2", "x8_tiles")
 
     def tiles(self, name: str, experts: int) -> TileMap:
-        """A tensor map, with rows for that many experts."""
+        """A tensor map, with rows for that many experts; with mxfp8 that many rows of x."""
         if name == "w13":
             rows, box = experts * 2 * self.inter, (SPAN, self.width)
             return TileMap("u4_padded", (self.latent, rows), (self.latent // 2,), box, SPAN)
         if name == "w2":
             rows, box = experts * self.latent // self.line_rows, (SPAN, self.tile_lines)
             return TileMap("u4_padded", (self.line, rows), (self.line // 2,), box, SPAN)
-        rows = self.clusters * self.m
+        rows = experts if self.mxfp8 else self.clusters * self.m
         return TileMap("u8", (self.latent, rows), (self.latent,), (SPAN, 1), SPAN)
 
     @property
     def addresses(self) -> tuple[str, ...]:
         """Names of the address parameters in order, behind the maps."""
-        routed = ("x", "ids", "weights", "w13_scale", "w2_scale", "x8", "x8_scale")
+        x, made = (("x",), ("x8",)) if not self.mxfp8 else ((), ())
+        routed = (*x, "ids", "weights", "w13_scale", "w2_scale", *made, "x8_scale")
         scratch = ("rows", "arrivals", "routed")
         shared = ("shared_x", "shared_down", "shared_out") if self.shared else ()
         return (*routed, *scratch, *shared)

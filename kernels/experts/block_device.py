@@ -52,7 +52,7 @@ def arguments(config: BlockConfig) -> tuple[Any, ...]:
             Float4E2M1FN, (sym_int32(), columns), (columns, 1), assumed_align=32
         )
 
-    rows = config.clusters * config.m
+    rows = sym_int32() if config.mxfp8 else config.clusters * config.m
     eights = make_fake_tensor(Uint8, (rows, config.latent), (config.latent, 1), assumed_align=16)
     return (
         packed(config.latent),
@@ -149,7 +149,8 @@ class BlockExperts:
         if warp == FETCH:
             for number in cutlass.range_constexpr(early):
                 fetch_device.fetch_tokens(config, given, base, number, lane)
-        block_scales_device.round_rows(config, given, part, cluster, tid)
+        if cutlass.const_expr(not config.mxfp8):
+            block_scales_device.round_rows(config, given, part, cluster, tid)
         entries = sort_device.sort(config, given, base, cluster, tid)
         # From here on peers may send hidden rows, to where the sort was, and read rows of x.
         ptx.cluster_arrive()

@@ -111,9 +111,14 @@ def turns(config: BlockConfig) -> range:
 def pair_row(
     config: BlockConfig, base: Any, first: Any, count: Any, cluster: Any, lane: Any, turn: int
 ) -> Any:
-    """The row of the cluster's MXFP8 rows that a lane fetches."""
-    pair = pair_at(config, base, first, lane + Int32(32 * turn), count)
-    return cluster * Int32(config.m) + pair // Int32(config.top_k)
+    """The row of the MXFP8 rows that a lane fetches."""
+    return row_of(config, cluster, pair_at(config, base, first, lane + Int32(32 * turn), count))
+
+
+def row_of(config: BlockConfig, cluster: Any, pair: Any) -> Any:
+    """The row of a pair's token: of all rows, or of those that the cluster has rounded itself."""
+    token = pair // Int32(config.top_k)
+    return token if config.mxfp8 else cluster * Int32(config.m) + token
 
 
 @cute.jit

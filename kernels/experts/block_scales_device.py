@@ -1,6 +1,7 @@
 """MXFP8 rows of x, and the scales of both products in the order of tcgen05.cp. Imports the DSL.
 
-A cluster rounds all rows of x once, each CTA an eighth of their blocks, into scratch of its own.
+A cluster rounds all rows of x once, each CTA an eighth of their blocks, into scratch of its own;
+or they come rounded.
 Two warps arrange scales: they load those of the next entry, 16 bytes a lane, while the products
 before still use the pieces in shared memory.
 """
@@ -23,7 +24,7 @@ from k3fuse.kernels.experts.block_config import (
     SCALE_WARPS,
     BlockConfig,
 )
-from k3fuse.kernels.experts.block_fetch_device import entry_at
+from k3fuse.kernels.experts.block_fetch_device import entry_at, row_of
 from k3fuse.kernels.experts.config import BLOCK, CLUSTER, THREADS
 from k3fuse.kernels.experts.finish_device import pair_at
 
@@ -149,7 +150,7 @@ def token_scales(
     for turn in cutlass.range((count - warp + Int32(SCALE_WARPS - 1)) // SCALE_WARPS, unroll=1):
         token = turn * Int32(SCALE_WARPS) + warp
         pair = pair_at(config, base, first, token, count)
-        row = cluster * Int32(config.m) + pair // Int32(config.top_k)
+        row = row_of(config, cluster, pair)
         if lane < config.blocks:
             place = (row * Int32(config.scales1) + lane * Int32(WORDS)).to(Int64)
             ptx.shared_store4(start + line_of(half + token), ptx.load4(given.x8_scale + place))

@@ -93,7 +93,6 @@ class ExpertsBuilder:
         if tuning["block"]:
             fits = arch in BLOCK_ARCHS and not tuning["shuffled"]
             need(self.op, fits, "block", 1, f"0: {arch} has no tcgen05, or weights are shuffled")
-            need(self.op, not tuning["mxfp8"], "mxfp8", 1, "0 with block=1, which rounds x itself")
             step = "a multiple of 64 up to 512 with block=1"
             need(self.op, fits_block(latent, inter), "inter", inter, step)
         if sizes["shared"] == 0:
@@ -111,8 +110,9 @@ class ExpertsBuilder:
     def variants(self, arch: str) -> tuple[Variant, ...]:
         """Kimi K3 on 8 and on 16 ranks, for few and for many tokens."""
         return tuple(
-            self.variant(arch, k3(tp, m), tuning)
-            for tuning in ({}, {"mxfp8": 1}, *(({"block": 1},) if arch in BLOCK_ARCHS else ()))
+            self.variant(arch, k3(tp, m), {"mxfp8": mxfp8, "block": engine})
+            for engine in ((0, 1) if arch in BLOCK_ARCHS else (0,))
+            for mxfp8 in (0, 1)
             for tp in TP_SIZES
             for m in (8, MAX_M)
         )

@@ -81,7 +81,7 @@ class Problem:
             "linear_beta": float_bits(linear),
         }  # fmt: skip
         if isinstance(self.config, BlockConfig):
-            found |= block_values(self.config, self.w13, self.w2)
+            found |= block_values(self.config, self.w13, self.w2, self.x)
         if self.shared is not None:
             x, down, out = self.shared
             found |= {
@@ -95,8 +95,10 @@ class Problem:
         """The parameters that hold x: in BF16, or rounded to MXFP8."""
         if not self.config.mxfp8:
             return {"x": self.x, "x_pitch": self.x.stride(0)}
-        values, scales = microscaling.quantize_mxfp8(self.x)
-        return {"x": values.view(torch.uint8), "x_scale": scales}
+        values, scales = rounded(self.x)
+        if isinstance(self.config, BlockConfig):
+            return {"x8_tiles": values, "x8_scale": scales}
+        return {"x": values, "x_scale": scales}
 
     def needed(self) -> dict[str, int]:
         """Bytes that have to move at least: a distinct expert once, whatever its tokens."""
@@ -105,15 +107,15 @@ class Problem:
             for name in ("w13", "w13_scale", "w2", "w2_scale")
         }
         found |= {name: getattr(self, name).nbytes for name in ("ids", "weights", "routed")}
-        found |= {name: t.nbytes for name, t in self.rows_in.items() if isinstance(t, Tensor)}
         if self.shared is not None:
             names = "shared_x", "shared_down", "shared_out"
             found |= {name: t.nbytes for name, t in zip(names, self.shared, strict=True)}
         # Scratch, which another division of the work would not have.
         found |= {"rows": 0, "arrivals": 0}
-        if isinstance(self.config, BlockConfig):
+        if isinstance(self.config, BlockConfig) and not self.config.mxfp8:
             found |= {"x8": 0, "x8_scale": 0, "x8_tiles": 0}
-        return found
+        rows = {name: t.nbytes for name, t in self.rows_in.items() if isinstance(t, Tensor)}
+        return found | rows
 
     def expected(self) -> Tensor:
         """The routed partial [m, latent]."""
@@ -129,16 +131,28 @@ class Problem:
         return "" if left == 0 else f"a count is {left} after the launch"
 
 
-def block_values(config: BlockConfig, w13: Tensor, w2: Tensor) -> dict[str, Value]:
+def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
+    """E4M3 and E8M0 of rows, as bytes."""
+    values, scales = microscaling.quantize_mxfp8(x)
+    return values.view(torch.uint8), scales
+
+
+def block_values(config: BlockConfig, w13: Tensor, w2: Tensor, x: Tensor) -> dict[str, Value]:
     """The tensor maps of the block-scaled engine and its scratch, MXFP8 rows of each cluster."""
     experts = w13.shape[0]
+    maps: dict[str, Value] = {
+        "w13": TensorMap.of(w13, config.tiles("w13", experts)),
+        "w2": TensorMap.of(w2, config.tiles("w2", experts)),
+    }
+    if config.mxfp8:
+        values, given = rounded(x)
+        tiles = config.tiles("x8_tiles", x.shape[0])
+        return maps | {"x8_tiles": TensorMap.of(values, tiles), "x8_scale": given}
     size = (config.clusters, config.m)
     rows = torch.empty(*size, config.latent, dtype=torch.uint8)
     scales = torch.empty(*size, config.latent // microscaling.BLOCK, dtype=torch.uint8)
-    tiles = {name: config.tiles(name, experts) for name in config.maps}
-    return {
-        "w13": TensorMap.of(w13, tiles["w13"]), "w2": TensorMap.of(w2, tiles["w2"]),
-        "x8_tiles": TensorMap.of(rows, tiles["x8_tiles"], fresh=True),
+    return maps | {
+        "x8_tiles": TensorMap.of(rows, config.tiles("x8_tiles", experts), fresh=True),
         "x8": Fresh(rows), "x8_scale": Fresh(scales),
     }  # fmt: skip
 

@@ -139,7 +139,7 @@ def variants(
         "floor": int(floor),
         "float_weights": WEIGHTS[given.topk_weights.dtype],
         "wide_ids": IDS[given.topk_ids.dtype],
-        "mxfp8": int(not block and given.latent_q is not None),
+        "mxfp8": int(given.latent_q is not None),
         "shuffled": int(given.layout == TRTLLM),
         "block": int(block),
     }
@@ -239,8 +239,7 @@ def partials(
         runtime.kernel(first)(*(before[name] for name in names))
     config = config_of(second)
     ids, weights = given.topk_ids.contiguous(), given.topk_weights.contiguous()
-    rounded = given.mxfp8 if second.tuning("mxfp8") else None
-    x, scale = rounded or (readable(given.hidden), None)
+    x, scale = given.mxfp8 or (readable(given.hidden), None)
     rows = mid.new_empty(m, config.top_k, config.latent)
     routed, shared = mid.new_empty(m, config.latent), mid.new_empty(m, config.hidden)
     values: dict[str, int | Rows] = {
@@ -254,30 +253,36 @@ def partials(
         "m": m, "experts": given.w13.shape[0], "x_pitch": pitch(x),
         "shared_pitch": pitch(mid), **betas,
     }  # fmt: skip
-    scratch: Sequence[Tensor] = ()
+    scratch: list[Tensor] = []
     if isinstance(config, BlockConfig):
         # Held until the launch, so that nothing else gets their memory before it.
-        maps, *scratch = tiles_of(config, given, x)
+        maps, scratch = tiles_of(config, given, x, scale)
         values |= maps
     runtime.kernel(second)(*(values[name] for name in parameter_names(second)))
     if held is not None:
-        held += [mid, x, ids, weights, rows, *scratch]
+        held += [mid, x, ids, weights, rows, *scratch, *([] if scale is None else [scale])]
     return routed, shared
 
 
 def tiles_of(
-    config: BlockConfig, given: Operands, x: Tensor
-) -> tuple[dict[str, int | Rows], Tensor, Tensor]:
-    """The tensor maps of the block-scaled engine, and its scratch: MXFP8 rows of each cluster."""
-    eights = x.new_empty(config.clusters, config.m, config.latent, dtype=torch.uint8)
-    scales = x.new_empty(config.clusters, config.m, config.scales1, dtype=torch.uint8)
+    config: BlockConfig, given: Operands, x: Tensor, scale: Tensor | None
+) -> tuple[dict[str, int | Rows], list[Tensor]]:
+    """The tensor maps of the block-scaled engine, and its scratch: MXFP8 rows of each cluster.
+
+    x, scale: the rows in MXFP8, which need no scratch; or in BF16, and None.
+    """
     maps = {name: config.tiles(name, given.w13.shape[0]) for name in ("w13", "w2")}
     found: dict[str, int | Rows] = {
         name: Rows(address(getattr(given, name)), tiles.dims[1], tiles.strides[0])
         for name, tiles in maps.items()
     }
+    if scale is not None:
+        rows = Rows(address(x), x.shape[0], x.shape[1])
+        return found | {"x8_tiles": rows, "x8_scale": address(scale)}, []
+    eights = x.new_empty(config.clusters, config.m, config.latent, dtype=torch.uint8)
+    scales = x.new_empty(config.clusters, config.m, config.scales1, dtype=torch.uint8)
     here = address(eights)
-    return found | {"x8_tiles": here, "x8": here, "x8_scale": address(scales)}, eights, scales
+    return found | {"x8_tiles": here, "x8": here, "x8_scale": address(scales)}, [eights, scales]
 
 
 def launch(

@@ -10,12 +10,17 @@ from k3fuse.kernels.experts.config import CLUSTER, MAX_EXPERTS, THREADS, Config
 def plan_of(config: Config) -> Plan:
     """One wave of clusters; each takes every `clusters`-th entry of the list.
 
-    Tensor maps of weights: each launch gives the rows, which say how many experts there are.
+    Tensor maps of weights and of given MXFP8 rows: each launch gives the number of rows.
     """
     maps: tuple[Parameter, ...] = ()
     if isinstance(config, BlockConfig):
         maps = tuple(
-            Parameter(name, "tensor_map", config.tiles(name, MAX_EXPERTS), name != "x8_tiles")
+            Parameter(
+                name,
+                "tensor_map",
+                config.tiles(name, MAX_EXPERTS),
+                name != "x8_tiles" or config.mxfp8,
+            )
             for name in config.maps
         )
     return Plan(

@@ -31,6 +31,7 @@ UNDER_WAY = {8: 54 * 1024, 16: 54 * 1024, 32: 42 * 1024, 64: 30 * 1024}
 @pytest.mark.parametrize("m", [8, 16, 32, 64])
 def test_one_wave_whatever_the_registers(tp: int, m: int) -> None:
     variant = BUILDER.variant("sm_103a", k3(tp, m), {"block": 1})
+    assert settings(BUILDER.variant("sm_103a", k3(tp, m), {"block": 1, "mxfp8": 1})).mxfp8
     plan, config = BUILDER.plan(variant), settings(variant)
     assert plan.ctas == 128
     assert plan.dynamic_smem <= SHARED_LIMIT

@@ -127,7 +127,7 @@ def test_the_launches_compute_the_partials(
     ops = [variant.op for variant, _ in recorder.launched]
     assert ops == (["experts"] if handed else ["shared_gate_up", "experts"])
     assert recorder.launched[-1][0].tuning("block") == (engine == BLOCK)
-    assert recorder.launched[-1][0].tuning("mxfp8") == (engine == TWIN and handed)
+    assert recorder.launched[-1][0].tuning("mxfp8") == handed
     counts = launching.arrivals(given.hidden.device)
     tensors = [*given.weights.values(), given.hidden, given.shared_x, given.topk_ids]
     tensors += [t for t in (given.latent_q, given.latent_scale) if t is not None]
@@ -158,13 +158,12 @@ def test_a_kernel_for_every_form(monkeypatch: pytest.MonkeyPatch) -> None:
     _, second = variants(replace(ROW, m_max=64), TARGET, other, False)
     assert [second.tuning(n) for n in ("floor", "float_weights", "wide_ids")] == [0, 1, 0]
     assert second.size("m") == 64
-    # The block-scaled engine rounds x itself, the twin takes the rows that are rounded.
-    for engine, mxfp8 in ((BLOCK, 0), (TWIN, 1)):
+    for engine in (BLOCK, TWIN):
         monkeypatch.setattr(launching, "ENGINES", {"sm_103a": engine})
         first, second = variants(ROW, TARGET, handed_over(given), False)
         assert first is None
         assert second.size("shared") == SHARED
-        assert (second.tuning("block"), second.tuning("mxfp8")) == (engine == BLOCK, mxfp8)
+        assert (second.tuning("block"), second.tuning("mxfp8")) == (engine == BLOCK, 1)
 
 
 def test_what_the_block_scaled_engine_does_not_take_runs_the_twin() -> None:

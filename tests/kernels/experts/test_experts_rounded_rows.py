@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from block_runs import HALVES, LINES, block
 from expert_runs import check, core, judge, launch, small, store
 from torch import Tensor
 
@@ -27,10 +28,17 @@ def special(x: Tensor) -> None:
         x[1, 64 + 32 * place : 96 + 32 * place] *= factor
 
 
-def both(m: int, seed: int, **how: str) -> tuple[Problem, Problem, RunReport, RunReport]:
-    """One problem on rows in BF16 and in MXFP8, and the reports of its runs."""
+def both(
+    m: int, seed: int, shape: dict[str, int] | None = None, **how: str
+) -> tuple[Problem, Problem, RunReport, RunReport]:
+    """One problem on rows in BF16 and in MXFP8, and the reports of its runs.
+
+    shape: of the block-scaled engine, else the twin.
+    """
     size = 8 if m <= 8 else 64
     plain, rounded = small(size), small(size, mxfp8=1)
+    if shape is not None:
+        plain, rounded = block(shape, size), block(shape, size, mxfp8=1)
     mine = problem(plain, m, seed, experts=7, **how)  # type: ignore[arg-type]
     other = problem(rounded, m, seed, experts=7, **how)  # type: ignore[arg-type]
     if m > 1:
@@ -58,6 +66,29 @@ def test_the_bits_are_the_same_and_less_is_read(m: int, kind: str) -> None:
     # A row of 896 columns: 1792 bytes in BF16, 896 and 28 in MXFP8.
     assert requested(rounded, "x", "x_scale") * 1792 == requested(plain, "x") * (896 + 28)
     assert core(rounded) <= 0.88 * core(plain)
+
+
+@pytest.mark.parametrize(
+    ("m", "shape"),
+    [(3, LINES), pytest.param(33, LINES, marks=pytest.mark.nightly)]
+    + [pytest.param(m, HALVES, marks=pytest.mark.nightly) for m in (1, 12, 33)],
+)
+def test_the_block_scaled_engine_takes_them_too(m: int, shape: dict[str, int]) -> None:
+    """Each row once a pair and CTA, as from scratch; nothing is read in BF16 or written."""
+    mine, other, plain, rounded = both(m, m, shape)
+    assert torch.equal(mine.routed.view(torch.int16), other.routed.view(torch.int16))
+    if m > 1:
+        assert bool(mine.routed[0].isnan().all())
+        assert not bool(mine.routed[2:].isnan().any())
+    rows = ("x8_tiles", "x8_scale")
+    fetched = sum(
+        t.requested for (_, name, _, how), t in plain.traffic.items()
+        if name in ("x8", *rows) and how == "read"
+    )  # fmt: skip
+    assert requested(rounded, *rows) == fetched
+    left = requested(plain, "x", "x8", *rows) - fetched
+    assert left == m * shape["latent"] * 2 + m * shape["latent"] * 33 // 32
+    assert core(rounded) < core(plain)
 
 
 def test_rows_of_another_rounding_are_noticed() -> None:
@@ -96,10 +127,11 @@ def test_the_option_is_checked() -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("tp", [8, 16])
 @pytest.mark.parametrize("m", [1, 8, 9, 33, 64])
-def test_real_sizes(tp: int, m: int) -> None:
+@pytest.mark.parametrize("engine", [0, 1])
+def test_real_sizes(tp: int, m: int, engine: int) -> None:
     found = []
     for mxfp8 in (0, 1):
-        variant = kernel("sm_103a", k3(tp, most(m)), mxfp8=mxfp8)
+        variant = kernel("sm_103a", k3(tp, most(m)), mxfp8=mxfp8, block=engine)
         made = problem(variant, m, seed=m, kind="skewed")
         report = launch(variant, made)
         check(made)
@@ -108,4 +140,5 @@ def test_real_sizes(tp: int, m: int) -> None:
     (plain, some, wide), (rounded, fewer, narrow) = found
     assert torch.equal(plain, rounded)
     assert fewer < some
-    assert narrow * 7168 == wide * (3584 + 112)
+    if engine == 0:
+        assert narrow * 7168 == wide * (3584 + 112)
