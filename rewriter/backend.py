@@ -132,19 +132,28 @@ class _JointPass(CustomGraphPass):
     composition in it; the pass adds everything else that its decisions depend on.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, before: Sequence[Any] = ()) -> None:
+        """before: passes that were set already; torch 2.11 takes one pass and no list of them."""
         self.options = options
+        self.before = tuple(before)
 
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite an inference graph; leave a training graph as it is."""
+        for other in self.before:
+            other(graph)
         names = [n.name for n in graph.nodes if n.op == "placeholder"]
         if graph.owning_module is not None and not any(n.startswith("tangents_") for n in names):
             # Inductor reads the graph, not the module's Python code.
             rewrite_together(graph.owning_module, self.options, recompile=False)
 
-    def uuid(self) -> str:
-        """Part of Inductor's cache key."""
-        return f"k3fuse {key(factors(self.options, load_patterns()))}"
+    def uuid(self) -> str | None:
+        """Part of Inductor's cache key; None (no caching) where an earlier pass has none."""
+        others = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.before]
+        if None in others:
+            return None
+        return " ".join(
+            [f"k3fuse {key(factors(self.options, load_patterns()))}", *map(str, others)]
+        )
 
 
 def _inductor(
@@ -162,7 +171,7 @@ def _inductor(
 
     others = inductor_config.joint_custom_pre_pass or []
     others = list(others) if isinstance(others, (list, tuple)) else [others]
-    patches = {"joint_custom_pre_pass": [*others, _JointPass(options)]}
+    patches = {"joint_custom_pre_pass": _JointPass(options, others)}
     ahead_of_time = bool(functorch_config.bundled_autograd_cache)
     with functorch_config.patch(enable_autograd_cache=ahead_of_time):
         return compile_fx(gm, list(example_inputs), config_patches=patches)  # type: ignore[return-value]

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from build import Hand, aten, ops
 from k3fuse.patterns.models.config import KimiK3Config
 from k3fuse.patterns.models.kimi_k3 import KimiK3
 from k3fuse.patterns.models.parallel import init_weights
 from k3fuse.rewriter import backend
-from k3fuse.rewriter.options import OptionError
+from k3fuse.rewriter.options import OptionError, Options
 from k3fuse.rewriter.target import TargetError
 from tolerances import assert_close
 
@@ -329,3 +330,29 @@ def test_one_token_runs_the_graph_of_every_count() -> None:
                 torch._dynamo.mark_dynamic(tensor, 0)
             model(*inputs)
     assert [len(r.found) for r in backend.reports()] == [3]
+
+
+def test_a_pass_that_was_set_already_runs_first_and_is_in_the_key() -> None:
+    """Inductor of torch 2.11 takes one pass, so that ours calls the one before."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    h = Hand()
+    x, w, r, n = h.input("x", 4, K), h.input("w", H, K), h.input("r", 4, H), h.input("n", H)
+    total = h.call(aten.add.Tensor, h.call(aten.mm.default, x, h.call(aten.t.default, w)), r)
+    module = h.done(h.call(aten.rms_norm.default, total, [H], n, 1e-5), total)
+    seen: list[list[str]] = []
+
+    class Other(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            seen.append(ops(module))
+
+        def uuid(self) -> str:
+            return "other 1"
+
+    options = Options.make({"target": "reference", "log": "off"})
+    backend._JointPass(options, [Other()])(module.graph)
+    assert [any("k3fuse" in op for op in graph) for graph in (*seen, ops(module))] == [False, True]
+    alone, both = backend._JointPass(options).uuid(), backend._JointPass(options, [Other()]).uuid()
+    assert alone is not None
+    assert both == f"{alone} other 1"
+    assert backend._JointPass(options, [Other(), lambda graph: None]).uuid() is None
