@@ -14,6 +14,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 SCHEMA = "k3fuse.nearmiss/3"
 PROBLEMS = ("false accept", "crash", "wrong code", "missed control")
+_OF_AN_OP = ("reference", "op", "check", "layouts")
 # Of kernels/common: what references and ops compute and register with.
 _COMMON = (
     "check", "collective", "composition", "dispatch", "encoding", "library", "microscaling",
@@ -41,7 +42,7 @@ def code() -> dict[str, str]:
     guards = [
         (p.name, g.text, g.code.value, g.scope, g.proof) for p in load_patterns() for g in p.guards
     ]
-    computed = [f for n in ("reference", "op", "check") for f in root.glob(f"kernels/*/{n}.py")]
+    computed = [f for n in _OF_AN_OP for f in root.glob(f"kernels/*/{n}.py")]
     computed += [root / "kernels" / "common" / f"{n}.py" for n in _COMMON]
     runs = ("test_", "conftest", "run", "ledger")
     generator = [p for p in HERE.glob("*.py") if not p.name.startswith(runs)]
