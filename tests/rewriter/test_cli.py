@@ -289,10 +289,12 @@ def test_explain(dump: Path, stock: Path) -> None:
     (first, reason, *_) = call("explain", dump).stdout.strip().splitlines()
     assert first == "layer 1  experts_partials  near  at moe_forward_shared"
     assert reason.strip().endswith("are not loaded: no engine runs here")
-    assert document(call("explain", dump, "--json"))["sites"] == []
+    near = document(call("explain", dump, "--json"))["sites"]
+    assert [(s["pattern"], s["outcome"]) for s in near] == [("experts_partials", "near")]
     d = document(call("explain", stock, "--json"))
-    assert [s["pattern"] for s in d["sites"]] == ["experts"]
-    assert {r["code"] for s in d["sites"] for r in s["reasons"]} == {"KERNEL_UNAVAILABLE"}
+    assert [s["pattern"] for s in d["sites"]] == ["experts", "experts_partials"]
+    assert {r["code"] for r in d["sites"][0]["reasons"]} == {"KERNEL_UNAVAILABLE"}
+    assert d["sites"][1] == near[0]
     assert all(r["hint"] for s in d["sites"] for r in s["reasons"])
     text = call("explain", stock, "--pattern", "experts").stdout
     assert "KERNEL_UNAVAILABLE" in text
