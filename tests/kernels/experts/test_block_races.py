@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 import torch
-from block_runs import block, settings
+from block_runs import HALVES, block, settings
 from expert_runs import SMALL, check, judge, launch, store
 
 from k3fuse.kernels.build.compile import Built
@@ -29,12 +29,13 @@ _ORDER = re.compile(
 )
 SITES = 63
 FEW = (14,)
-KNOWN = (*range(6), *range(12, 28), *range(30, 38))
 # Not found, and why it need not be.
 UNSEEN = {
     1: "behind the next barrier, threads that write scales fence what all have cleared",
     27: "a load of tensor memory is one of the whole warp",
     36: "the four warps have met behind their last write, and one fence is for all of it",
+    39: "the slots of a token come from one warp here; `test_two_clusters` finds it",
+    41: "the readers are fast: `test_tensor_memory_is_given_back_behind_the_last_read`",
 }
 
 
@@ -55,14 +56,16 @@ def built() -> Built:
     return store().get(variant())
 
 
-def found(made: Built, seed: int | None = None, *, races: bool = True) -> str:
+def found(
+    made: Built, seed: int | None = None, *, races: bool = True, given: Problem | None = None
+) -> str:
     """What a run of the kernel reports; "" for nothing."""
-    given = operands(1)
+    given = given or operands(1)
     try:
         report = launch(made, given, seed=seed, races=races)
     except SimulationError as error:
         return str(error)
-    said = [str(race) for race in report.races]
+    said = [str(race) for race in report.races or ()]
     said += [] if judge(given).ok else ["routed is wrong"]
     return "; ".join([*said, given.idle()]).strip("; ")
 
@@ -89,7 +92,7 @@ def test_random_schedules(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "site", [pytest.param(i, marks=() if i in FEW else pytest.mark.nightly) for i in KNOWN]
+    "site", [pytest.param(i, marks=() if i in FEW else pytest.mark.nightly) for i in range(SITES)]
 )
 def test_what_is_left_out_is_found(site: int) -> None:
     place = sites()[site]
@@ -99,3 +102,41 @@ def test_what_is_left_out_is_found(site: int) -> None:
         assert said == "", UNSEEN[site]
     else:
         assert said, place[0]
+
+
+# Warps of the readers but the one that gives tensor memory back, held up before they read.
+_SLOW = """
+{ .reg .pred p; .reg .u32 t, n; mov.u32 t, %tid.x; mov.u32 n, 0; setp.lt.u32 p, t, 32;
+@p bra ON; HELD: add.u32 n, n, 1; setp.lt.u32 p, n, 4000; @p bra HELD; ON: }
+"""
+
+
+@pytest.mark.nightly
+def test_tensor_memory_is_given_back_behind_the_last_read() -> None:
+    ptx = built().ptx
+    at = ptx.rindex("\n", 0, ptx.rindex("tcgen05.ld.sync"))
+    slow = ptx[:at] + _SLOW + ptx[at:]
+    assert found(replace(built(), ptx=slow), races=False) == ""
+    place = sites()[41]
+    less = ptx[:at] + _SLOW + ptx[at : place.start()] + ptx[place.end() :]
+    assert "not allocated" in found(replace(built(), ptx=less), races=False)
+
+
+# What orders the rows of a token's slots, which two clusters make.
+SLOTS = {
+    "": "",
+    r"atom.acq_rel.gpu": "atom.relaxed.gpu",
+    r"bar\.warp\.sync -1;(?=[^@]*\{[^@]*@p atom\.acq_rel)": "",
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("pattern", SLOTS)
+def test_two_clusters(pattern: str) -> None:
+    shape = {**HALVES, "hidden": 0, "shared": 0, "top_k": 2}
+    made = store().get(block(shape, 32, clusters=2))
+    given = problem(made.variant, 17, seed=1, experts=2, kind="same")
+    weak, count = re.subn(pattern, SLOTS[pattern], made.ptx) if pattern else (made.ptx, 1)
+    assert count == 1
+    said = found(replace(made, ptx=weak), given=given)
+    assert bool(said) == bool(pattern), said
