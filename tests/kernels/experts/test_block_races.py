@@ -10,6 +10,8 @@ import pytest
 import torch
 from block_runs import HALVES, block, settings
 from expert_runs import SMALL, check, judge, launch, store
+from orders import Chain
+from test_experts_races import LATE
 
 from k3fuse.kernels.build.compile import Built
 from k3fuse.kernels.build.variant import Variant
@@ -30,12 +32,16 @@ _ORDER = re.compile(
 SITES = 63
 FEW = (14,)
 # Not found, and why it need not be.
+CLUSTER_ENDS = "all peers are in time: `test_the_cluster_ends_together`"
 UNSEEN = {
     1: "behind the next barrier, threads that write scales fence what all have cleared",
+    11: "the cluster's barrier follows",
     27: "a load of tensor memory is one of the whole warp",
     36: "the four warps have met behind their last write, and one fence is for all of it",
     39: "the slots of a token come from one warp here; `test_two_clusters` finds it",
     41: "the readers are fast: `test_tensor_memory_is_given_back_behind_the_last_read`",
+    61: CLUSTER_ENDS,
+    62: CLUSTER_ENDS,
 }
 
 
@@ -120,6 +126,32 @@ def test_tensor_memory_is_given_back_behind_the_last_read() -> None:
     place = sites()[41]
     less = ptx[:at] + _SLOW + ptx[at : place.start()] + ptx[place.end() :]
     assert "not allocated" in found(replace(built(), ptx=less), races=False)
+
+
+@pytest.mark.nightly
+def test_the_cluster_ends_together() -> None:
+    """A peer that is late to say that it has read the hidden rows finds this CTA still there."""
+    says = "{ .reg .b32 there; mapa.shared::cluster.u32 there"
+    assert built().ptx.count(says) == 1
+    late = built().ptx.replace(says, LATE + says)
+    assert found(replace(built(), ptx=late), races=False) == ""
+    for last in (
+        "barrier.cluster.wait.acquire.aligned;",
+        "barrier.cluster.arrive.release.aligned;",
+    ):
+        head, _, tail = late.rpartition(last)
+        assert found(replace(built(), ptx=head + tail), races=False), last
+
+
+@pytest.mark.nightly
+def test_behind_its_predecessor() -> None:
+    """Gate and up of the shared expert, then the experts, which start early."""
+    chain = Chain(8, 3, block=1)
+    ptx = chain.experts.ptx
+    assert chain.found(chain.experts) == ""
+    assert ptx.count("griddepcontrol.wait;") == 1
+    less = replace(chain.experts, ptx=ptx.replace("griddepcontrol.wait;", ""))
+    assert chain.found(less, seeds=(None,))
 
 
 # What orders the rows of a token's slots, which two clusters make.
