@@ -16,15 +16,13 @@ from k3fuse.kernels.attention_projection.sharded_builder import (
     sharded_of,
     split_shape,
 )
+from k3fuse.kernels.attention_projection.sharded_cases import SMALL
 from k3fuse.kernels.attention_projection.sharded_problem import BF16, Problem, make
 from k3fuse.kernels.attention_projection.share import Share
 from k3fuse.kernels.build.compile import Built
 from k3fuse.kernels.build.variant import Variant
 from k3fuse.kernels.check import SequenceReport, run_sequence
 from k3fuse.kernels.common.tolerances import compare, tolerance
-
-# Two ranks. Shares that end inside a tile, a weight of shared rows alone, one of the rank's own.
-SMALL = {"tp": 2, "k": 512, "n0": 88, "s0": 48, "n1": 16, "s1": 16, "n2": 12}
 
 
 def kernel(m: int, shape: Mapping[str, int] = SMALL, **config: int) -> Variant:
