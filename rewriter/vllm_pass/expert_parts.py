@@ -82,11 +82,22 @@ def extras_of(runner: Any, held: Any, config: Any) -> list[str]:
         # The op's logits are the row itself then, and it multiplies by the gate.
         ("a gate inside", getattr(runner, "gate", None) is not None),
         ("shared experts among the routed", bool(getattr(router, "num_fused_shared_experts", 0))),
+        # The op's partials are not this rank's alone, or not summed over the slots yet.
+        ("a reduced result", _reduces(held.quant_method)),
+        ("a deferred sum", bool(getattr(config, "use_deferred_moe_finalize", False))),
         # Somebody wants the chosen ids, which ours do not hand over.
         ("captured ids", _captures(router, held)),
         *_shared_extras(getattr(getattr(runner, "_shared_experts", None), "_layer", None), config),
     ]
     return [name for name, there in found if there]
+
+
+def _reduces(method: Any) -> bool:
+    kernel = getattr(method, "moe_kernel", None)
+    try:
+        return kernel is not None and bool(kernel.output_is_reduced())
+    except NotImplementedError:
+        return True  # a kernel that does not say is not taken
 
 
 def _captures(router: Any, held: Any) -> bool:

@@ -242,7 +242,7 @@ def read(name: str, runner: Any) -> ExpertLayer:
     """
     try:
         return _read(name, runner)
-    except AttributeError as error:
+    except (AttributeError, TypeError, ValueError) as error:
         raise Refusal(
             Reason(
                 Code.ENGINE_UNSUPPORTED,

@@ -13,11 +13,13 @@ from build import run_stored, stored
 from expert_layer import BACKEND, NAME, PATTERN, as_loaded, k3_layer
 from k3fuse.patterns.experts_partials import LAYER_GUARDS, misplaced, objections
 from k3fuse.rewriter.engine import rewrite
-from k3fuse.rewriter.key import decision
+from k3fuse.rewriter.key import decision, factors
 from k3fuse.rewriter.options import Options
+from k3fuse.rewriter.pattern import load_patterns
 from k3fuse.rewriter.report import Report
 from k3fuse_vllm import experts as registry
 from k3fuse_vllm.expert_layout import Layout
+from k3fuse_vllm.experts import ExpertLayer
 
 STACK = "stack5_tp{}_m4_opaque"
 
@@ -102,6 +104,24 @@ def test_hash_and_decision_cover_the_layers(monkeypatch: pytest.MonkeyPatch) -> 
     refused = run_stored(STACK.format(8), target="gb300:tp8", dry_run=True)[1]
     assert {s.outcome for s in sites(refused)} == {"refused"}
     assert decision(refused) != decision(plain)
+
+
+def test_cache_keys_ask_the_engine_that_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    def layers() -> str:
+        return factors(Options(), load_patterns())["layers.experts_partials"]
+
+    assert layers() == ""  # no engine
+    seen = {layers()}
+    monkeypatch.setattr(registry, "_ENGINE", [None])
+    for layer in (k3_layer(), k3_layer(tp=16), k3_layer(beta=3.0)):
+        # Tensors without memory are no loaded ones.
+        monkeypatch.setattr(registry, "survey", lambda _, found=layer: {NAME: found})
+        assert layers() == ""
+        monkeypatch.setattr(ExpertLayer, "loaded", True)
+        seen.add(layers())
+        monkeypatch.undo()
+        monkeypatch.setattr(registry, "_ENGINE", [None])
+    assert len(seen) == 4
 
 
 def test_facts_follow_the_layer_and_not_its_name() -> None:

@@ -128,6 +128,7 @@ class Run:
         found["at run time"] = self.at_run_time()
         found["off"] = self.sites(self.compiled(disable=[NAME]))
         found["cache keys"] = self.cache_keys()
+        found["contract"] = self.contract()
         for moe in (self.first, self.second):
             reorder(moe.experts)
         found["trtllm"] = self.accepted("trtllm")
@@ -244,6 +245,25 @@ class Run:
                 ids is None, unpadded == 0, ref.value == self.second.experts.layer_name,
             ],
         }  # fmt: skip
+
+    def contract(self) -> list[str]:
+        """torch's own checks of the operator: schema, fake results; ours and with another layer's
+        facts, where vLLM's op runs."""
+        from vllm.forward_context import set_forward_context
+
+        from k3fuse_vllm import experts
+        from k3fuse_vllm.experts_op import experts_op
+
+        runner, rows = self.first.experts, self.inputs(3)
+        facts = experts.read(runner.layer_name, runner).facts()
+        checks = ("test_schema", "test_faketensor")
+        results = []
+        with torch.no_grad(), set_forward_context(None, self.config, num_tokens=3):
+            for text in (facts, "another"):
+                args = (*rows, None, runner._encode_layer_name(), 0, text, "reference")
+                done = torch.library.opcheck(experts_op(), args, test_utils=checks)
+                results += sorted(done.values())
+        return results
 
     def cache_keys(self) -> dict[str, bool]:
         """The facts that go into the graph follow the layer, and not its name or addresses."""

@@ -85,6 +85,10 @@ def test_another_layer_at_run_time_gets_vllms_op(found: Any) -> None:
     assert all(seen["arguments"])
 
 
+def test_the_operator_keeps_its_contract(found: Any) -> None:
+    assert found["contract"] == ["SUCCESS"] * 4
+
+
 def test_the_graph_holds_what_a_cache_key_needs(found: Any) -> None:
     assert set(found["cache keys"].values()) == {True}, found["cache keys"]
     assert len(found["cache keys"]) == 6
