@@ -80,7 +80,8 @@ def test_experts_are_read_where_they_lie(engine: Any) -> None:
         assert (layer["bias"], layer["shared"]) == ([16], [[256, 256], [256, 128]])
         # The CPU's kernel keeps the weights in tiles of its own.
         assert layer["layout"] == "cpu_tiles"
-        assert layer["extras"] == []
+        # This model's gate is the runner's: the op's logits are the row.
+        assert layer["extras"] == ["a gate inside"]
     told = on.report["experts"]
     assert (told["layers"], told["kinds"][0]["layers"]) == (LAYERS - 1, LAYERS - 1)
     sentences = " ".join(r["sentence"] for r in told["reasons"])
