@@ -1,7 +1,7 @@
 """What the kernels of the partials must do together: cases for `k3fuse kernels check`.
 
-The route kernel on plain logits, then the experts on what it chose, with weights as vLLM keeps them
-for its TRTLLM kernels. Shared gate and up are the experts' own case.
+The route kernel on plain logits, then the experts on what it chose and rounded, with weights as
+vLLM keeps them for its TRTLLM kernels. Shared gate and up are the experts' own case.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ def step(route: Variant, experts: Variant, m: int, seed: int) -> Step:
     chosen = route_problem.make(route, m, seed)
     wanted, made = chosen.expected(), chosen.results[0]
     plain = problem(experts, m, seed, experts=chosen.config.experts)
+    if chosen.latent is not None:
+        plain = replace(plain, x=chosen.latent)
     right = replace(plain, ids=wanted["ids"], weights=wanted["weights"])
     behind = replace(plain, ids=made["ids"], weights=made["weights"])
     band = tolerance(BF16, plain.config.latent, 2)
@@ -46,7 +48,9 @@ def step(route: Variant, experts: Variant, m: int, seed: int) -> Step:
         x, down, out = behind.shared
         band = tolerance(BF16, plain.config.shared)
         outputs.append(Output("shared_out", 0, out, exact_linear(x, down), band))
-    launches = chosen.launch(route), Launch(experts, [behind.values()], right.needed())
+    rounded = {"x": made["latent_q"], "x_scale": made["latent_scale"]}
+    values = {**behind.values(), **rounded}
+    launches = chosen.launch(route), Launch(experts, [values], right.needed())
     return Step(launches, tuple(outputs), {"counts are cleared": behind.idle})
 
 
@@ -54,10 +58,10 @@ def kernels(
     target: CheckTarget, shape: dict[str, int], experts: int, m: int, **config: int
 ) -> tuple[Variant, Variant]:
     """The kernels of one call, in stream order: shared gate and up between them are left out."""
-    second = kernel(target.arch, shape, shuffled=1, **config)
-    top_k = config_of(second).top_k
-    form = Form(experts, 0, top_k, renormalize=True, bias=True)
-    return route_variant(target.name, m, form, logits=True, latent=False), second
+    second = kernel(target.arch, shape, shuffled=1, mxfp8=1, **config)
+    made = config_of(second)
+    form = Form(experts, made.latent, made.top_k, renormalize=True, bias=True, quantize=True)
+    return route_variant(target.name, m, form, logits=True, latent=True), second
 
 
 def cases(target: CheckTarget, m: int) -> tuple[Case, ...]:
