@@ -94,14 +94,18 @@ class Experts:
                 place = base + Int32(config.list) + entry * Int32(16)
                 expert, first, count = (ptx.shared_load4(place, 4 * i) for i in range(3))
                 units = (count + Int32(UNIT - 1)) // Int32(UNIT)
+                here = SimpleNamespace(
+                    entry=entry, first=first, count=count, units=units, part=part, warp=warp,
+                    lane=lane,
+                )  # fmt: skip
                 if expert != NONE:
-                    self.first(given, base, entry, first, count, units, part, warp, lane)
+                    self.first(given, base, here)
                     for unit in cutlass.range(units, unroll=1):
                         hidden_device.exchange(
                             config, base, unit, ptx.least(count - unit * Int32(UNIT), UNIT),
                             exchanges + unit, part, tid,
                         )  # fmt: skip
-                    self.second(given, base, entry, first, count, units, part, warp, lane)
+                    self.second(given, base, here)
                     exchanges = exchanges + units
                 else:
                     finish_device.clear_rows(config, given, base, first, count, part, warp, lane)
@@ -123,138 +127,90 @@ class Experts:
                 ptx.barrier_init(base + Int32(config.free + 8 * buffer), CLUSTER)
             ptx.barrier_init_fence()
 
-    @cute.jit
-    def first(
-        self,
-        given: cutlass.Constexpr,
-        base: Int32,
-        entry: Int32,
-        first: Int32,
-        count: Int32,
-        units: Int32,
-        part: Int32,
-        warp: Int32,
-        lane: Int32,
-    ) -> None:
-        """FC1 and SiTU of an entry: this CTA's columns of the hidden rows."""
-        if cutlass.const_expr(self.config.tokens == UNIT):
-            self.first_of_one(given, base, entry, first, count, part, warp, lane)
-        else:
-            if units == 1:
-                self.first_of_one(given, base, entry, first, count, part, warp, lane)
-            else:
-                self.first_of_many(given, base, entry, first, count, units, part, warp, lane)
+    # An entry: `here` is its number in the list, its first pair's place in the order, its pairs and
+    # units; and where this thread is: part of the cluster, warp, lane.
 
     @cute.jit
-    def first_of_one(
-        self,
-        given: cutlass.Constexpr,
-        base: Int32,
-        entry: Int32,
-        first: Int32,
-        count: Int32,
-        part: Int32,
-        warp: Int32,
-        lane: Int32,
-    ) -> None:
+    def first(self, given: cutlass.Constexpr, base: Int32, here: cutlass.Constexpr) -> None:
+        """FC1 and SiTU of an entry: this CTA's columns of the hidden rows."""
+        if cutlass.const_expr(self.config.tokens == UNIT):
+            self.first_of_one(given, base, here)
+        else:
+            if here.units == 1:
+                self.first_of_one(given, base, here)
+            else:
+                self.first_of_many(given, base, here)
+
+    @cute.jit
+    def first_of_one(self, given: cutlass.Constexpr, base: Int32, here: cutlass.Constexpr) -> None:
         """One unit: its rows stay in registers."""
         config = self.config
         x = cute.make_rmem_tensor(config.blocks1 * multiply_device.WORDS, Int32)
-        start = fetch_device.number_of(config, entry)
-        multiply_device.fragments(config, given, base, x, first, count, warp, lane)
+        start = fetch_device.number_of(config, here.entry)
+        multiply_device.fragments(
+            config, given, base, x, here.first, here.count, here.warp, here.lane
+        )
         for tile in cutlass.range(config.tiles1, unroll=1):
             stage = fetch_device.wait_full(config, base, start + tile)
-            self.tile(base, stage, part, tile, x, tile, warp, lane)
-            fetch_device.release(config, base, start + tile, lane)
-        self.activate(given, base, Int32(0), Int32(1), warp, lane)
+            self.tile(base, stage, tile, x, tile, here)
+            fetch_device.release(config, base, start + tile, here.lane)
+        self.activate(given, base, Int32(0), Int32(1), here)
 
     @cute.jit
-    def first_of_many(
-        self,
-        given: cutlass.Constexpr,
-        base: Int32,
-        entry: Int32,
-        first: Int32,
-        count: Int32,
-        units: Int32,
-        part: Int32,
-        warp: Int32,
-        lane: Int32,
-    ) -> None:
+    def first_of_many(self, given: cutlass.Constexpr, base: Int32, here: cutlass.Constexpr) -> None:
         """Several units: a stage serves all of them, so their rows are loaded for each tile."""
         config = self.config
-        start = fetch_device.number_of(config, entry)
+        start = fetch_device.number_of(config, here.entry)
         for tile in cutlass.range(config.tiles1, unroll=1):
             stage = fetch_device.wait_full(config, base, start + tile)
-            for unit in cutlass.range(units, unroll=1):
+            for unit in cutlass.range(here.units, unroll=1):
                 x = cute.make_rmem_tensor(config.blocks1 * multiply_device.WORDS, Int32)
                 done = unit * Int32(UNIT)
                 multiply_device.fragments(
-                    config, given, base, x, first + done, count - done, warp, lane
-                )
-                number = tile * units + unit
+                    config, given, base, x, here.first + done, here.count - done, here.warp,
+                    here.lane,
+                )  # fmt: skip
+                number = tile * here.units + unit
                 place = number % Int32(config.tiles1)
-                self.tile(base, stage, part, tile, x, place, warp, lane)
+                self.tile(base, stage, tile, x, place, here)
                 if place == config.tiles1 - 1:
-                    self.activate(given, base, number - place, units, warp, lane)
+                    self.activate(given, base, number - place, here.units, here)
                     ptx.named_barrier(1, WORKERS)
-            fetch_device.release(config, base, start + tile, lane)
+            fetch_device.release(config, base, start + tile, here.lane)
 
-    def activate(
-        self, given: Any, base: Any, number: Any, units: Any, warp: Any, lane: Any
-    ) -> None:
+    def activate(self, given: Any, base: Any, number: Any, units: Any, here: Any) -> None:
         """All warps' partial sums are there: add them up; SiTU.
 
         Before the next sums and the exchange come, the caller waits, unless each thread reads its
         own columns only, as with one unit.
         """
         ptx.named_barrier(1, WORKERS)
-        tid = warp * Int32(32) + lane
+        tid = here.warp * Int32(32) + here.lane
         hidden_device.activate(self.config, given, base, number, units, tid)
 
-    def tile(
-        self,
-        base: Any,
-        stage: Any,
-        part: Any,
-        tile: Any,
-        x: Any,
-        place: Any,
-        warp: Any,
-        lane: Any,
-    ) -> None:
+    def tile(self, base: Any, stage: Any, tile: Any, x: Any, place: Any, here: Any) -> None:
         """A warp's partial sums of this CTA's tile number `tile` of FC1, into shared memory."""
-        index = part * Int32(self.config.tiles1) + tile
-        sums = multiply_device.tile1(self.config, stage, index, x, warp, lane)
-        address = multiply_device.partial_sums(self.config, base, place, warp, lane)
+        config, warp, lane = self.config, here.warp, here.lane
+        index = here.part * Int32(config.tiles1) + tile
+        sums = multiply_device.tile1(config, stage, index, x, warp, lane)
+        address = multiply_device.partial_sums(config, base, place, warp, lane)
         ptx.shared_store16(address, sums)
 
     @cute.jit
-    def second(
-        self,
-        given: cutlass.Constexpr,
-        base: Int32,
-        entry: Int32,
-        first: Int32,
-        count: Int32,
-        units: Int32,
-        part: Int32,
-        warp: Int32,
-        lane: Int32,
-    ) -> None:
+    def second(self, given: cutlass.Constexpr, base: Int32, here: cutlass.Constexpr) -> None:
         """FC2 of an entry: this CTA's columns of the pairs' rows."""
-        config = self.config
-        start = fetch_device.number_of(config, entry) + Int32(config.tiles1)
+        config, lane = self.config, here.lane
+        start = fetch_device.number_of(config, here.entry) + Int32(config.tiles1)
         for step in cutlass.range(config.stages2, unroll=1):
             stage = fetch_device.wait_full(config, base, start + step)
-            column = part * Int32(config.rows2) + step * Int32(config.stage_rows2)
-            for unit in cutlass.range(units, unroll=1):
+            column = here.part * Int32(config.rows2) + step * Int32(config.stage_rows2)
+            for unit in cutlass.range(here.units, unroll=1):
                 x = multiply_device.hidden_fragments(config, base, unit, lane)
                 for i in cutlass.range_constexpr(config.each2):
-                    tile = Int32(i * WARPS) + warp
+                    tile = Int32(i * WARPS) + here.warp
                     sums = multiply_device.tile2(config, stage, column, tile, x, lane)
                     finish_device.store_tile(
-                        config, given, base, sums, first, count, unit,
+                        config, given, base, sums, here.first, here.count, unit,
                         column + tile * Int32(TILE), lane,
                     )  # fmt: skip
             fetch_device.release(config, base, start + step, lane)
