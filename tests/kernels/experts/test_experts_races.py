@@ -52,8 +52,8 @@ SET_UPS = {
 LAST = 2
 # Gate and up: a warp without a tile does both for the sake of its arrivals alone; it reads nothing.
 IDLE = {"gate_up": ("barrier.cluster.wait.acquire.aligned;", "griddepcontrol.wait;")}
-# What CI leaves out.
-FEW = ("griddepcontrol", "fence", "bar.sync 1,")
+# Lines that CI takes out of the experts; the nightly tests take all.
+FEW = ("griddepcontrol", "fence")
 
 
 def chain(name: str) -> tuple[Chain, Built]:
@@ -71,7 +71,7 @@ def test_without_some_the_experts_go_wrong() -> None:
     made, built = chain("one unit")
     assert made.found(built, seeds=(None,)) == ""
     chosen = [(text, less) for text, less in sites(built) if text.startswith(FEW)]
-    assert len(chosen) == 4
+    assert len(chosen) == 2
     assert [text for text, less in chosen if not made.found(less, seeds=(None,))] == []
 
 
