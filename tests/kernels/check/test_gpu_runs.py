@@ -154,7 +154,7 @@ def test_without_a_gpu_one_line_and_code_2(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("attn_res",), "op 'attn_res' has no GPU case; use one of output_projection"),
+        (("attn_res",), "op 'attn_res' has no GPU case; use one of attention_projection"),
         (("output_projection", "--case", "tp4"), "output_projection has no GPU case 'tp4'"),
     ],
 )
