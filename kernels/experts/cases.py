@@ -247,10 +247,16 @@ def most(m: int) -> int:
 
 
 def cases(target: CheckTarget, m: int) -> tuple[Case, ...]:
-    """Routed experts of Kimi K3 with the shared expert beside them, by the policy's engine."""
+    """Routed experts of Kimi K3 with the shared expert beside them, by the policy's engine.
+
+    On rows that the kernel rounds itself, and on rows that a router has rounded.
+    """
     block = int(ENGINES.get(target.arch, TWIN) == BLOCK)
-    full = kernel(target.arch, k3(target.tp, most(m)), block=block)
-    few = min(m, SMALL_M)
-    small = kernel(target.arch, {**SMALL, "m": most(few)}, clusters=1, block=block)
-    less = partial(step, small, few, experts=SMALL_EXPERTS, kind="skewed")
-    return (Case(BUILDER.op, full.name, partial(step, full, m), less, less),)
+    few, found = min(m, SMALL_M), []
+    for mxfp8 in (0, 1):
+        how = {"block": block, "mxfp8": mxfp8}
+        full = kernel(target.arch, k3(target.tp, most(m)), **how)
+        small = kernel(target.arch, {**SMALL, "m": most(few)}, clusters=1, **how)
+        less = partial(step, small, few, experts=SMALL_EXPERTS, kind="skewed")
+        found.append(Case(BUILDER.op, full.name, partial(step, full, m), less, less))
+    return tuple(found)
