@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import check
 from check import FAMILIES, Graph, Unbuildable, examine, groups
 from defects import CATALOGUE
 from draw import declared, examined
@@ -96,3 +97,21 @@ def test_a_graph_that_does_not_run_is_no_graph() -> None:
     with pytest.raises(Unbuildable):
         examine(dataclasses.replace(graph, knobs={**graph.knobs, "top": 99}))
     assert isinstance(graph, Graph)
+
+
+def test_an_order_that_torch_leaves_open_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four tokens of four slots, divided by the tokens' sums instead of the slots'.
+
+    So the result depends on the order of the slots, which `topk(sorted=False)` does not promise.
+    """
+    graph = declared("router", 0, ())
+    knobs = {
+        **graph.knobs, "logits": "wide linear", "key": "s + b", "scoring": "sigmoid",
+        "pick": "topk", "renorm": "plain", "renorm_eps": 1e-20, "scale": 1.0,
+        "weights_dtype": (), "latent": True, "groups": 0, "group": "", "sorted": False,
+    }  # fmt: skip
+    graph = Graph("router", knobs, 180650216, "dynamic", (), ("graph: another literal",), 31623)
+    verdict = examine(graph)
+    assert (verdict.outcome, verdict.fault) == ("rewritten", "")
+    monkeypatch.setattr(check, "in_order", lambda module: None)
+    assert "off by" in examine(graph).fault  # the control: in the order that CPUs have, it shows
