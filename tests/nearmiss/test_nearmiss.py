@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 import check
-from check import FAMILIES, Graph, Unbuildable, examine, groups
+from build import run
+from check import FAMILIES, Graph, Unbuildable, examine, groups, made
 from defects import CATALOGUE
 from draw import declared, examined
 from k3fuse.rewriter.reasons import Code
@@ -54,6 +55,19 @@ def test_a_family_without_a_defect_is_rewritten(family: str) -> None:
     for seed in range(3):
         verdict = examine(declared(family, seed, ()))
         assert (verdict.outcome, verdict.fault) == ("rewritten", ""), declared(family, seed, ())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_value_run_keeps_what_is_healthy(family: str) -> None:
+    """Every site is run against its op, or is left because no part of it can run here."""
+    for seed in range(2):
+        module, _ = made(declared(family, seed, ()))
+        report = run(module, validate="values")
+        codes = {r.code.value for s in report.sites for r in s.reasons}
+        sites = [s for s in report.found if s.pattern == FAMILIES[family].pattern]
+        assert codes <= {"VALUES_UNCHECKED"}, codes
+        assert sites or "VALUES_UNCHECKED" in codes
+        assert report.value_runs["kept"] == len(report.found)
 
 
 def test_the_catalogue_is_sound() -> None:
