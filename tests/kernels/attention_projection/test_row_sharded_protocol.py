@@ -74,9 +74,9 @@ def built(stream: int) -> Built:
 
 def found(made: Built, seed: int | None = None, *, calls: int = 1, races: bool = True) -> str:
     """What a run of the kernel reports, several calls in one stream; "" for nothing."""
-    given = [problem(made.variant, 3)]
+    given = [problem(made.variant, 4)]
     for call in range(1, calls):
-        given.append(problem(made.variant, 3, seed=call, boxes=given[0].boxes, weights=given[0]))
+        given.append(problem(made.variant, 4, seed=call, boxes=given[0].boxes, weights=given[0]))
     try:
         report = run(made, *given, seed=seed, races=races)
     except SimulationError as error:
@@ -159,5 +159,10 @@ def test_every_order_that_is_left_out_is_found(stream: int) -> None:
         less = replace(made, ptx=made.ptx[: place.start()] + made.ptx[place.end() :])
         if not any(found(less, seed, calls=calls) for seed, calls in ((None, 1), (1, 2))):
             unseen.append(place[0].strip())
-    # Fences of mbarriers' initialisation order nothing in the simulator, which keeps them right.
-    assert all("fence.mbarrier" in line for line in unseen), unseen
+    # Not used at this size: mbarriers of later blocks and tiles; of the stationary kernel the waits
+    # of warps without a tile. Fences of mbarriers' initialisation order nothing in the simulator.
+    idle = {"stream": (), "stationary": ("barrier.cluster.wait", "mbarrier.try_wait")}
+    allowed = idle["stream" if stream else "stationary"]
+    left = [line for line in unseen if "mbarrier.init" not in line and "fence.mb" not in line]
+    assert len(left) <= len(allowed), left
+    assert all(any(kind in line for kind in allowed) for line in left), left
