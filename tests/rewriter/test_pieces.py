@@ -79,7 +79,9 @@ def test_a_report_keeps_a_piece_once() -> None:
 
 
 def test_sites_of_a_recorded_report_have_lines_and_both_graphs() -> None:
-    for site in small()["sites"]:
+    found = [s for s in small()["sites"] if s["outcome"] == "found"]
+    assert len(found) == 5
+    for site in found:
         assert set(site["pieces"]) == {"before", "after"}, site["pattern"]
         assert site["frames"]
     refused = [s for s in small(plan=False)["sites"] if s["outcome"] == "refused"]

@@ -56,7 +56,7 @@ def test_several_graphs_are_one_report(tmp_path: Path) -> None:
         folder.mkdir()
         (folder / "summary.json").write_text(json.dumps(small()))
     merged = SavedReport.load(tmp_path).document
-    assert len(merged["sites"]) == 10
+    assert len(merged["sites"]) == 2 * len(small()["sites"]) == 12
     assert merged["patterns"]["router"] == {"expected": None, "found": 2, "near": 0, "refused": 0}
     assert merged["nodes"]["before"] == 2 * small()["nodes"]["before"]
     assert merged["graphs"] == small()["graphs"]
