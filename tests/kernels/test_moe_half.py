@@ -8,6 +8,7 @@ chooses among those alone.
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -106,6 +107,9 @@ class Half:
         self.norm = (1 + 0.1 * torch.randn(LATENT, generator=drawn)).to(BF16)
         self.bias = 0.05 * torch.randn(EXPERTS, generator=drawn)
         self.bias[IN_MEMORY:] -= 2  # scores are below 1
+        # One device has one set of counts; here each rank stands for a device.
+        count = experts.arrivals(self.norm.device)
+        self.counts = [torch.zeros_like(count) for _ in range(TP)]
         self.form = Form(EXPERTS, LATENT, 16, renormalize=True, bias=True, quantize=True, plan=True)
 
     def call(self, rank: int, m: int, x: Tensor, runtime: Any) -> list[Tensor]:
@@ -123,10 +127,11 @@ class Half:
         )  # fmt: skip
         row = row_of(experts_policy.TAKING, m)
         assert experts.misfit(row, TARGET, given, SITU) == ""
-        delta = experts.launch(
-            row, TARGET, "tp", given, SITU, EPS, {"round_before_weight"}, runtime=runtime,
-            space=lambda group, tp: self.tail.spaces[rank],
-        )  # fmt: skip
+        with mock.patch.object(experts, "arrivals", return_value=self.counts[rank]):
+            delta = experts.launch(
+                row, TARGET, "tp", given, SITU, EPS, {"round_before_weight"}, runtime=runtime,
+                space=lambda group, tp: self.tail.spaces[rank],
+            )  # fmt: skip
         return [*made, delta]
 
     def expected(self, x: Tensor, drop: int = -1) -> Tensor:
@@ -225,7 +230,7 @@ def test_each_op_takes_what_the_one_before_it_made(kept: list[Tensor]) -> None:
             known.append([
                 *kept, x, half.gate, half.down, half.up, half.norm, half.bias, own.w13,
                 own.w13_scale, own.w2, own.w2_scale, down_of(own), *half.shared[rank].weights,
-                experts.arrivals(x.device),
+                half.counts[rank],
             ])  # fmt: skip
         assert simulate(half, recorders, known) == 4
         for got in results[1:]:
