@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from k3fuse.kernels.attention_projection.sharded_builder import OP, sharded_of
 from k3fuse.kernels.attention_projection.share import PRODUCERS
 from k3fuse.kernels.build.variant import Variant, parameter_names
 from k3fuse.kernels.check.gpu import run_case
+from stand_in import StandIn
 
 K = 512
 
@@ -30,37 +30,11 @@ def at(address: int, shape: tuple[int, ...], dtype: torch.dtype = BF16) -> Tenso
     return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=dtype).view(shape)
 
 
-class Functional:
+class Functional(StandIn):
     """Kernels that do what they promise; one that would poll in vain is an error.
 
     broken: "scaled" outputs, words that are left "unarmed", or columns that are not "sent".
     """
-
-    name, arch, sms, l2_bytes = "stand-in", "sm_90a", 132, 0
-
-    def __init__(self, broken: str = "") -> None:
-        self.launched: list[Variant] = []
-        self.broken = broken
-
-    def put(self, tensor: Tensor) -> Tensor:
-        return tensor.clone()
-
-    def graph(self, work: Callable[[], None]) -> Callable[[], None]:
-        return work
-
-    def wait(self) -> None:
-        pass
-
-    def built(self, variant: Variant) -> Any:
-        raise AssertionError("nothing is compiled")
-
-    def together(self, calls: Sequence[tuple[Variant, Sequence[int]]]) -> None:
-        raise AssertionError("nobody has to wait")
-
-    def seconds(self, work: Callable[[], None]) -> float:
-        before = len(self.launched)
-        work()
-        return float(len(self.launched) - before)
 
     def launch(self, variant: Variant, values: Sequence[int]) -> None:
         self.launched.append(variant)

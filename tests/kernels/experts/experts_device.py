@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +16,7 @@ from k3fuse.kernels.experts import reference
 from k3fuse.kernels.experts.builder import config_of
 from k3fuse.kernels.experts.config import CLUSTER, WARPS
 from k3fuse.kernels.experts.reference import Activation
+from stand_in import StandIn
 
 BF16 = torch.bfloat16
 
@@ -34,37 +35,11 @@ def situ(given: Any) -> Activation:
     return Activation("situ", *betas)
 
 
-class Functional:
+class Functional(StandIn):
     """Kernels that compute what the reference says.
 
     broken: the experts take the "next expert", or "leave" a count.
     """
-
-    name, arch, sms, l2_bytes = "stand-in", "sm_90a", 132, 0
-
-    def __init__(self) -> None:
-        self.launched: list[Variant] = []
-        self.broken = ""
-
-    def put(self, tensor: Tensor) -> Tensor:
-        return tensor.clone()
-
-    def graph(self, work: Callable[[], None]) -> Callable[[], None]:
-        return work
-
-    def wait(self) -> None:
-        pass
-
-    def built(self, variant: Variant) -> Any:
-        raise AssertionError("nothing is compiled")
-
-    def together(self, calls: Sequence[tuple[Variant, Sequence[int]]]) -> None:
-        raise AssertionError("nobody has to wait")
-
-    def seconds(self, work: Callable[[], None]) -> float:
-        before = len(self.launched)
-        work()
-        return float(len(self.launched) - before)
 
     def launch(self, variant: Variant, values: Sequence[int]) -> None:
         self.launched.append(variant)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +14,7 @@ from k3fuse.kernels.build.variant import Variant, parameter_names
 from k3fuse.kernels.router import front_builder, route_bits, route_builder
 from k3fuse.kernels.router.front_problem import ARMED, BF16
 from k3fuse.kernels.router.layout import PRODUCERS, FrontMailbox
+from stand_in import StandIn
 
 
 def at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -24,37 +25,11 @@ def at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=dtype).view(shape)
 
 
-class Functional:
+class Functional(StandIn):
     """Kernels that do what the mailbox promises; one that would poll in vain is an error.
 
     broken: the front kernel sends "rounded" logits, or the route kernel leaves words "unarmed".
     """
-
-    name, arch, sms, l2_bytes = "stand-in", "sm_90a", 132, 0
-
-    def __init__(self) -> None:
-        self.launched: list[Variant] = []
-        self.broken = ""
-
-    def put(self, tensor: Tensor) -> Tensor:
-        return tensor.clone()
-
-    def graph(self, work: Callable[[], None]) -> Callable[[], None]:
-        return work
-
-    def wait(self) -> None:
-        pass
-
-    def built(self, variant: Variant) -> Any:
-        raise AssertionError("nothing is compiled")
-
-    def together(self, calls: Sequence[tuple[Variant, Sequence[int]]]) -> None:
-        raise AssertionError("nobody has to wait")
-
-    def seconds(self, work: Callable[[], None]) -> float:
-        before = len(self.launched)
-        work()
-        return float(len(self.launched) - before)
 
     def launch(self, variant: Variant, values: Sequence[int]) -> None:
         self.launched.append(variant)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from tail_runs import store
@@ -18,6 +17,7 @@ from k3fuse.kernels.simulator import Launch, simulate_sequence
 from k3fuse.kernels.tail.builder import config_of
 from k3fuse.kernels.tail.mailbox import CTAS, LATENT, TailMailbox
 from k3fuse.kernels.tail.problem import ARMED, BF16, EPS
+from stand_in import StandIn
 
 
 def at(address: int, *shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -65,37 +65,11 @@ def words_of(rows: Tensor) -> Tensor:
     return (rows + 0.0).to(BF16).contiguous().view(torch.int32)
 
 
-class Functional:
+class Functional(StandIn):
     """Kernels that do what the mailbox promises; one that would poll in vain is an error.
 
     broken: "scaled" rows, a partial "dropped", words left "unarmed", another rank's "columns".
     """
-
-    name, arch, sms, l2_bytes = "stand-in", "sm_90a", 132, 0
-
-    def __init__(self) -> None:
-        self.launched: list[Variant] = []
-        self.broken = ""
-
-    def put(self, tensor: Tensor) -> Tensor:
-        return tensor.clone()
-
-    def graph(self, work: Callable[[], None]) -> Callable[[], None]:
-        return work
-
-    def wait(self) -> None:
-        pass
-
-    def built(self, variant: Variant) -> Any:
-        raise AssertionError("nothing is compiled")
-
-    def together(self, calls: Sequence[tuple[Variant, Sequence[int]]]) -> None:
-        raise AssertionError("the ranks run one after the other")
-
-    def seconds(self, work: Callable[[], None]) -> float:
-        before = len(self.launched)
-        work()
-        return float(len(self.launched) - before)
 
     def launch(self, variant: Variant, values: Sequence[int]) -> None:
         self.launched.append(variant)
