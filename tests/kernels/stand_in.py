@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from k3fuse.kernels.build.variant import Variant
+
+
+def at(address: int, shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """A tensor over host memory."""
+    size = dtype.itemsize * math.prod(shape)
+    return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=dtype).view(shape)
 
 
 class StandIn:

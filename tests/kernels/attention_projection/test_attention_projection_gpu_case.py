@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
@@ -17,17 +16,9 @@ from k3fuse.kernels.attention_projection.sharded_builder import OP, sharded_of
 from k3fuse.kernels.attention_projection.share import PRODUCERS
 from k3fuse.kernels.build.variant import Variant, parameter_names
 from k3fuse.kernels.check.gpu import run_case
-from stand_in import StandIn
+from stand_in import StandIn, at
 
 K = 512
-
-
-def at(address: int, shape: tuple[int, ...], dtype: torch.dtype = BF16) -> Tensor:
-    """A tensor over host memory."""
-    size = torch.empty(0, dtype=dtype).element_size()
-    for extent in shape:
-        size *= extent
-    return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=dtype).view(shape)
 
 
 class Functional(StandIn):

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
 import struct
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from k3fuse.kernels.build.variant import Variant, parameter_names
 from k3fuse.kernels.experts import reference
 from k3fuse.kernels.experts.builder import config_of
 from k3fuse.kernels.experts.config import CLUSTER, WARPS
 from k3fuse.kernels.experts.reference import Activation
-from stand_in import StandIn
+from stand_in import StandIn, at
 
 BF16 = torch.bfloat16
-
-
-def at(address: int, shape: tuple[int, ...], dtype: torch.dtype = BF16) -> Tensor:
-    """A tensor over host memory."""
-    size = torch.empty(0, dtype=dtype).element_size()
-    for extent in shape:
-        size *= extent
-    return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=dtype).view(shape)
 
 
 def situ(given: Any) -> Activation:

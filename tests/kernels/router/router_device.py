@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -14,15 +13,7 @@ from k3fuse.kernels.build.variant import Variant, parameter_names
 from k3fuse.kernels.router import front_builder, route_bits, route_builder
 from k3fuse.kernels.router.front_problem import ARMED, BF16
 from k3fuse.kernels.router.layout import PRODUCERS, FrontMailbox
-from stand_in import StandIn
-
-
-def at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor over host memory."""
-    size = torch.empty(0, dtype=dtype).element_size()
-    for extent in shape:
-        size *= extent
-    return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=dtype).view(shape)
+from stand_in import StandIn, at
 
 
 class Functional(StandIn):
