@@ -28,11 +28,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import ClassVar
 
 from torch import Tensor
 
 from k3fuse.kernels.attention_projection.config import CLUSTER, CLUSTERS
-from k3fuse.kernels.common.mailbox import ALIGNMENT, ELEMENT, MAX_M, PARITIES, WORD
+from k3fuse.kernels.common.mailbox import ELEMENT, MAX_M
+from k3fuse.kernels.common.row_layout import RowLayout
 
 # CTAs of the largest grid, each with a counter of its own.
 PRODUCERS = CLUSTER * CLUSTERS
@@ -41,12 +43,13 @@ OWN = 4  # columns of a rank come in fours: eight bytes of one sender
 
 
 @dataclass(frozen=True)
-class RowMailbox:
+class RowMailbox(RowLayout):
     """Sizes and offsets, in bytes, of one rank's mailbox in a group of `tp` ranks.
 
     columns: of a published row, over all weights. Raises ValueError for columns that do not divide.
     """
 
+    counters: ClassVar[int] = PRODUCERS
     tp: int
     columns: int
     max_m: int = MAX_M
@@ -62,35 +65,6 @@ class RowMailbox:
     def row(self) -> int:
         """Bytes of a token's row."""
         return self.columns * ELEMENT
-
-    @property
-    def parity(self) -> int:
-        """Bytes from one parity to the next."""
-        return self.max_m * self.row
-
-    @property
-    def data(self) -> int:
-        """Bytes of everything that is armed with the sentinel."""
-        return PARITIES * self.parity
-
-    @property
-    def control(self) -> int:
-        """Offset of the counters; they are local, no peer touches them."""
-        return self.data
-
-    @property
-    def error(self) -> int:
-        """Offset of the sticky error word."""
-        return self.control + PRODUCERS * WORD
-
-    @property
-    def total(self) -> int:
-        """Bytes of the whole mailbox."""
-        return -(-(self.error + WORD) // ALIGNMENT) * ALIGNMENT
-
-    def at(self, call: int, token: int) -> int:
-        """Offset of a token's row in call number `call`."""
-        return call % PARITIES * self.parity + token * self.row
 
 
 @dataclass(frozen=True)

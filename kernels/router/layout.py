@@ -28,8 +28,10 @@ rank's call c + 1 ends only after it has read words of every rank.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from k3fuse.kernels.common.mailbox import ALIGNMENT, ELEMENT, MAX_M, PARITIES, WORD
+from k3fuse.kernels.common.mailbox import ELEMENT, MAX_M, WORD
+from k3fuse.kernels.common.row_layout import RowLayout
 
 EXPERTS = 896
 LATENT = 3584
@@ -38,7 +40,7 @@ PRODUCERS = 128
 
 
 @dataclass(frozen=True)
-class FrontMailbox:
+class FrontMailbox(RowLayout):
     """Sizes and offsets, in bytes, of one rank's mailbox in a group of `tp` ranks.
 
     experts: logits of a row, each rank has experts / tp neighbouring ones. latent: columns of the
@@ -46,6 +48,8 @@ class FrontMailbox:
     for others.
     """
 
+    counters: ClassVar[int] = PRODUCERS
+    own_words: ClassVar[int] = 1
     tp: int
     experts: int = EXPERTS
     latent: int = LATENT
@@ -70,35 +74,6 @@ class FrontMailbox:
         return self.experts * WORD
 
     @property
-    def parity(self) -> int:
-        """Bytes from one parity to the next."""
-        return self.max_m * self.row
-
-    @property
-    def data(self) -> int:
-        """Bytes of everything that is armed with the sentinel."""
-        return PARITIES * self.parity
-
-    @property
-    def control(self) -> int:
-        """Offset of the counters; they are local, no peer touches them."""
-        return self.data
-
-    @property
-    def error(self) -> int:
-        """Offset of the sticky error word."""
-        return self.control + PRODUCERS * WORD
-
-    @property
     def arrivals(self) -> int:
         """Offset of the word that counts a call's routed tokens: zero between calls."""
         return self.error + WORD
-
-    @property
-    def total(self) -> int:
-        """Bytes of the whole mailbox."""
-        return -(-(self.arrivals + WORD) // ALIGNMENT) * ALIGNMENT
-
-    def at(self, call: int, token: int) -> int:
-        """Offset of a token's row in call number `call`."""
-        return call % PARITIES * self.parity + token * self.row
