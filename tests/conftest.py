@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +28,25 @@ for name in [n for n in os.environ if n.startswith("K3FUSE_") and n != "K3FUSE_V
     del os.environ[name]
 
 torch.set_num_threads(1)
+
+
+# Where the kernels lie that a run compiled: for its processes and theirs, gone at its end.
+_KERNELS = "K3FUSE_KERNEL_CACHE"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput[_KERNELS] = os.environ[_KERNELS]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    given = getattr(config, "workerinput", {}).get(_KERNELS)
+    os.environ[_KERNELS] = given or tempfile.mkdtemp(prefix="k3fuse-tests-")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ[_KERNELS])
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from k3fuse.kernels.build.cache import Cache
 from k3fuse.kernels.build.variant import Variant
 from k3fuse.kernels.common.exchange import Mapped, Workspace
 from k3fuse.kernels.common.mailbox import Mailbox
 from k3fuse.kernels.simulator import Inside, Launch, Multicast, Owned, simulate_sequence
 from k3fuse.kernels.simulator.sequence import SequenceReport
+from stored import store
 
 MULTICAST = 1 << 60  # an address that no tensor has
 
@@ -80,7 +80,7 @@ class HostRanks:
         launches = []
         for place, (variant, _) in enumerate(recorders[0].launched):
             assert all(r.launched[place][0] == variant for r in recorders)
-            built = Cache().get(variant)
+            built = store().get(variant)
             plan = built.plan
             params = [
                 [

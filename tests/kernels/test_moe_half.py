@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from host_ranks import Recorder
-from k3fuse.kernels.build.cache import Cache
 from k3fuse.kernels.build.launch import Rows
 from k3fuse.kernels.common.collective import ordered_sum
 from k3fuse.kernels.common.exchange import Mapped, Workspace
@@ -42,6 +41,7 @@ from k3fuse.kernels.simulator import (
     simulate_sequence,
 )
 from k3fuse.kernels.tail.mailbox import TailMailbox
+from stored import store
 
 TARGET, TP, HIDDEN, LATENT = "gb300:tp8", 8, 7168, 3584
 EXPERTS, IN_MEMORY = 896, 18
@@ -176,7 +176,7 @@ def simulate(half: Half, recorders: list[Recorder], known: list[list[Tensor]]) -
     """Run what each rank launched; known: its tensors. Returns the number of launches."""
     launches = []
     for place, (variant, _) in enumerate(recorders[0].launched):
-        built = Cache().get(variant)
+        built = store().get(variant)
         plan = built.plan
         params = []
         for rank, recorder in enumerate(recorders):

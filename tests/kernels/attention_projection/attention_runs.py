@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
-from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import torch
@@ -13,21 +10,15 @@ from torch import Tensor
 
 from k3fuse.kernels.attention_projection.builder import BUILDER, rows_shape
 from k3fuse.kernels.attention_projection.cases import needed, values
-from k3fuse.kernels.build.cache import Cache
 from k3fuse.kernels.build.compile import Built
 from k3fuse.kernels.build.variant import Variant
 from k3fuse.kernels.check import run
 from k3fuse.kernels.check.report import RunReport
 from k3fuse.kernels.common.tolerances import tolerance
+from stored import store
 
 BF16 = torch.bfloat16
 HIDDEN = 7168
-
-
-@cache
-def store() -> Cache:
-    """Compiled kernels of this test process."""
-    return Cache(Path(mkdtemp(prefix="k3fuse-test-")))
 
 
 def kernel(

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from attention_runs import store
 from torch import Tensor
 
 from k3fuse.kernels.attention_projection.builder import MLA, rows_shape
@@ -23,6 +22,7 @@ from k3fuse.kernels.build.compile import Built
 from k3fuse.kernels.build.variant import Variant
 from k3fuse.kernels.check import SequenceReport, run_sequence
 from k3fuse.kernels.common.tolerances import compare, tolerance
+from stored import store
 
 
 def kernel(m: int, shape: Mapping[str, int] = SMALL, **config: int) -> Variant:

@@ -17,13 +17,13 @@ from attention_runs import (
     operands,
     project,
     requested,
-    store,
 )
 
 from k3fuse.kernels.attention_projection.builder import KDA, MLA
 from k3fuse.kernels.attention_projection.cases import values
 from k3fuse.kernels.check import run
 from k3fuse.kernels.common.tolerances import compare
+from stored import store
 
 pytest.importorskip("cutlass")
 

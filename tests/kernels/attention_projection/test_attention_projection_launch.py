@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_runs import BF16, band, exact, operands, store
+from attention_runs import BF16, band, exact, operands
 from torch import Tensor
 
 from k3fuse.kernels.attention_projection import op, policy
@@ -20,6 +20,7 @@ from k3fuse.kernels.common import dispatch
 from k3fuse.kernels.common.policy import Row, Table
 from k3fuse.kernels.common.tolerances import compare
 from k3fuse.kernels.simulator import Inside, Launch, TensorMap, simulate_sequence
+from stored import store
 
 TARGET = "gb300:tp16"
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_runs import BF16, HIDDEN, band, exact, kernel, operands, store
+from attention_runs import BF16, HIDDEN, band, exact, kernel, operands
 from torch import Tensor
 
 from k3fuse.kernels.attention_projection.cases import values
@@ -16,6 +16,7 @@ from k3fuse.kernels.build.compile import Built
 from k3fuse.kernels.check import Launch, run_sequence
 from k3fuse.kernels.common.tolerances import compare
 from k3fuse.kernels.simulator import Fresh, OverlapError
+from stored import store
 
 pytest.importorskip("cutlass")
 

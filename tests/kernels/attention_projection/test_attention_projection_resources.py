@@ -8,10 +8,10 @@ from attention_runs import kernel
 from k3fuse.kernels.attention_projection.builder import BUILDER, KDA, MLA, config_of, rows_shape
 from k3fuse.kernels.attention_projection.config import Config
 from k3fuse.kernels.attention_projection.stream_config import HEADER, StreamConfig
-from k3fuse.kernels.build.compile import compile_variant
 from k3fuse.kernels.build.errors import VariantError
 from k3fuse.kernels.build.resources import occupancy
 from k3fuse.kernels.common.gemm import SHARED_LIMIT
+from stored import store
 
 pytest.importorskip("cutlass")
 
@@ -20,7 +20,7 @@ REAL = [*KDA[8], *KDA[16], *MLA[8], *MLA[16]]
 
 
 def fits(arch: str, rows: tuple[int, ...], m: int, stream: int = 0) -> None:
-    built = compile_variant(kernel(m, rows, arch=arch, stream=stream))
+    built = store().get(kernel(m, rows, arch=arch, stream=stream))
     assert built.resources.spill_bytes == 0
     assert built.resources.stack_bytes == 0
     for sms in SMS:
@@ -53,7 +53,7 @@ def test_every_kernel(arch: str, stream: int, rows: tuple[int, ...], m: int) -> 
 @pytest.mark.parametrize("m", [8, 64])
 def test_weights_are_asked_for_before_the_predecessor_has_ended(m: int) -> None:
     variant = kernel(m, KDA[16][0])
-    before, _, behind = compile_variant(variant).ptx.partition("griddepcontrol.wait")
+    before, _, behind = store().get(variant).ptx.partition("griddepcontrol.wait")
     config = config_of(variant)
     assert isinstance(config, Config)
     grid = config.geometry
@@ -65,7 +65,7 @@ def test_weights_are_asked_for_before_the_predecessor_has_ended(m: int) -> None:
 @pytest.mark.parametrize("m", [8, 64])
 def test_the_ring_is_filled_before_the_predecessor_has_ended(m: int) -> None:
     variant = kernel(m, MLA[16][0], stream=1)
-    before, _, behind = compile_variant(variant).ptx.partition("griddepcontrol.wait")
+    before, _, behind = store().get(variant).ptx.partition("griddepcontrol.wait")
     config = config_of(variant)
     assert isinstance(config, StreamConfig)
     copy = "cp.async.bulk.tensor.2d"

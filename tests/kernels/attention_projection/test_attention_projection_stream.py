@@ -14,7 +14,6 @@ from attention_runs import (
     operands,
     project,
     requested,
-    store,
 )
 from torch import Tensor
 
@@ -23,6 +22,7 @@ from k3fuse.kernels.attention_projection.cases import values
 from k3fuse.kernels.check import run
 from k3fuse.kernels.check.report import RunReport
 from k3fuse.kernels.common.tolerances import compare
+from stored import store
 
 pytest.importorskip("cutlass")
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from attention_runs import kernel, store
+from attention_runs import kernel
 
 from k3fuse.kernels.attention_projection.builder import config_of
 from k3fuse.kernels.attention_projection.cases import (
@@ -21,6 +21,7 @@ from k3fuse.kernels.build.compile import Built
 from k3fuse.kernels.check import Launch, run_sequence
 from k3fuse.kernels.common.tolerances import compare
 from k3fuse.kernels.simulator import SimulationError
+from stored import store
 
 pytest.importorskip("cutlass")
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from attention_runs import BF16, band, exact, operands, store
+from attention_runs import BF16, band, exact, operands
 from sharded_runs import SMALL, full
 from torch import Tensor
 
@@ -37,6 +37,7 @@ from k3fuse.kernels.common import dispatch
 from k3fuse.kernels.common.policy import Row
 from k3fuse.kernels.common.tolerances import compare
 from k3fuse.kernels.simulator import Inside, Launch, Multicast, Owned, TensorMap, simulate_sequence
+from stored import store
 
 TARGET, TP, K = "gb300:tp8", 8, 512
 ROWS, SPLIT_ROWS = (80, 64, 24), (64, 64, 0)

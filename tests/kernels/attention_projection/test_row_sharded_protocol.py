@@ -7,13 +7,13 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from attention_runs import store
 from sharded_runs import problem, run, share_of, small, wrong
 
 from k3fuse.kernels.attention_projection.sharded_problem import mailboxes
 from k3fuse.kernels.build.compile import Built
 from k3fuse.kernels.common.mailbox import ErrorWord
 from k3fuse.kernels.simulator import SimulationError
+from stored import store
 
 pytest.importorskip("cutlass")
 

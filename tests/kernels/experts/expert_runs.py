@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cache
-from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from k3fuse.kernels.build.cache import Cache
 from k3fuse.kernels.build.compile import Built
 from k3fuse.kernels.build.variant import Variant
 from k3fuse.kernels.check import run
@@ -18,16 +14,11 @@ from k3fuse.kernels.check.report import RunReport
 from k3fuse.kernels.common.microscaling import BLOCK, decode_e2m1, round_mxfp8
 from k3fuse.kernels.common.tolerances import Comparison, compare, tolerance
 from k3fuse.kernels.experts.cases import Problem, exact_linear, kernel
+from stored import store
 
 BF16 = torch.bfloat16
 # Eight warps of eight CTAs; four slots a token.
 SMALL = {"latent": 896, "inter": 64, "hidden": 448, "shared": 192, "top_k": 4}
-
-
-@cache
-def store() -> Cache:
-    """Compiled kernels of this test process."""
-    return Cache(Path(mkdtemp(prefix="k3fuse-test-")))
 
 
 def small(m: int = 64, arch: str = "sm_103a", **config: int) -> Variant:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from expert_runs import BF16, SMALL, judge, store
+from expert_runs import BF16, SMALL, judge
 from torch import Tensor
 
 from k3fuse.kernels.attn_res.builder import BUILDER as ATTN_RES
@@ -27,6 +27,7 @@ from k3fuse.kernels.common.tolerances import compare, tolerance
 from k3fuse.kernels.experts import gate_up
 from k3fuse.kernels.experts.cases import SITU, Problem, exact_linear, kernel, problem
 from k3fuse.kernels.simulator import Fresh, SimulationError, UnsupportedPtxError
+from stored import store
 
 K, SHARED = 1024, 192
 SEEDS = (1, 2)

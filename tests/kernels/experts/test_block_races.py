@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 import torch
 from block_runs import HALVES, block, settings
-from expert_runs import SMALL, check, judge, launch, store
+from expert_runs import SMALL, check, judge, launch
 from orders import Chain
 from test_experts_races import LATE
 
@@ -17,6 +17,7 @@ from k3fuse.kernels.build.compile import Built
 from k3fuse.kernels.build.variant import Variant
 from k3fuse.kernels.experts.cases import Problem, problem
 from k3fuse.kernels.simulator import SimulationError
+from stored import store
 
 pytest.importorskip("cutlass")
 

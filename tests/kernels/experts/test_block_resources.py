@@ -6,7 +6,6 @@ import re
 
 import pytest
 from block_runs import HALVES, LINES, block, settings
-from expert_runs import store
 
 from k3fuse.kernels.build.errors import VariantError
 from k3fuse.kernels.build.residency import Footprint, Member, require_co_residency
@@ -22,6 +21,7 @@ from k3fuse.kernels.experts.block_config import (
 )
 from k3fuse.kernels.experts.builder import BUILDER, k3
 from k3fuse.kernels.experts.config import SHARED_LIMIT, THREADS
+from stored import store
 
 # Bytes of weights under way on a CTA: 60 KB on each of 128 SMs are 7.9 MB, 8 TB/s for 1 us.
 UNDER_WAY = {8: 54 * 1024, 16: 54 * 1024, 32: 42 * 1024, 64: 30 * 1024}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from expert_runs import BF16, store
+from expert_runs import BF16
 from torch import Tensor
 
 from k3fuse.kernels.build.launch import Rows
@@ -27,6 +27,7 @@ from k3fuse.kernels.experts.policy import BLOCK, EXPERTS, TABLE, TAKING, TWIN
 from k3fuse.kernels.experts.reference import Activation
 from k3fuse.kernels.simulator import Inside, Launch, TensorMap, simulate_sequence
 from k3fuse.kernels.tail.builder import config_of as tail_config
+from stored import store
 
 TARGET = "gb300:tp16"
 ROW = Row(1, 8, "mx_experts", 3, "for these tests")

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from expert_runs import check, judge, launch, pair_of_clusters, store
+from expert_runs import check, judge, launch, pair_of_clusters
 from orders import Chain
 
 from k3fuse.kernels.build.compile import Built
 from k3fuse.kernels.experts.cases import problem
 from k3fuse.kernels.simulator import MemoryAccessError, SimulationError
 from left_out import sites, weakened
+from stored import store
 
 pytest.importorskip("cutlass")
 

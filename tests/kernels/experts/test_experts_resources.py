@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 
 import pytest
-from expert_runs import store
 
 from k3fuse.kernels.build.errors import VariantError
 from k3fuse.kernels.build.residency import Footprint, Member, require_co_residency
 from k3fuse.kernels.build.variant import ARCHITECTURES
 from k3fuse.kernels.experts.builder import BUILDER, config_of, k3
 from k3fuse.kernels.experts.config import SHARED_LIMIT, THREADS
+from stored import store
 
 
 @pytest.mark.parametrize("tp", [8, 16])

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from block_runs import HALVES, LINES, block
-from expert_runs import check, core, judge, launch, small, store
+from expert_runs import check, core, judge, launch, small
 from torch import Tensor
 
 from k3fuse.kernels.build.errors import VariantError
@@ -17,6 +17,7 @@ from k3fuse.kernels.check.report import RunReport
 from k3fuse.kernels.common.microscaling import quantize_mxfp8
 from k3fuse.kernels.experts.builder import BUILDER, k3
 from k3fuse.kernels.experts.cases import Problem, kernel, most, problem
+from stored import store
 
 pytest.importorskip("cutlass")
 

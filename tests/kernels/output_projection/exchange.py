@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
-from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from k3fuse.kernels.build.cache import Cache
 from k3fuse.kernels.build.variant import Variant
 from k3fuse.kernels.check import Launch, SequenceReport, run_sequence
 from k3fuse.kernels.common.collective import ordered_sum
@@ -21,15 +17,10 @@ from k3fuse.kernels.output_projection.builder import BUILDER, config_of
 from k3fuse.kernels.output_projection.config import CONSUMER, PRODUCER
 from k3fuse.kernels.output_projection.problem import BF16, Problem, make
 from k3fuse.kernels.simulator import Fresh, Multicast
+from stored import store
 
 K = {8: 1536, 16: 768}
 ROUNDINGS = 3
-
-
-@cache
-def store() -> Cache:
-    """Compiled kernels of this test process."""
-    return Cache(Path(mkdtemp(prefix="k3fuse-test-")))
 
 
 def kernel(stage: int, tp: int, m: int, **tuning: int) -> Variant:

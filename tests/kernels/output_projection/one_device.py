@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exchange import positive_zeros, store
+from exchange import positive_zeros
 from k3fuse.kernels.attn_res.reference import attn_res
 from k3fuse.kernels.build.variant import Variant, parameter_names
 from k3fuse.kernels.common.collective import ordered_sum
@@ -21,6 +21,7 @@ from k3fuse.kernels.output_projection.config import CONSUMER, FUSED, PRODUCER, C
 from k3fuse.kernels.output_projection.plan import plan_of
 from k3fuse.kernels.output_projection.problem import ARMED, BF16, EPS
 from k3fuse.kernels.simulator import Launch, Owned, simulate_sequence
+from stored import store
 
 RESOURCES = {FUSED: 126, PRODUCER: 194, CONSUMER: 116}  # registers (docs page)
 

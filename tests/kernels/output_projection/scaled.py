@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exchange import ROUNDINGS, reduced, store
+from exchange import ROUNDINGS, reduced
 from k3fuse.kernels.attn_res.builder import BUILDER as ATTN_RES
 from k3fuse.kernels.attn_res.cases import step
 from k3fuse.kernels.build.compile import Built
@@ -27,6 +27,7 @@ from k3fuse.kernels.output_projection.builder import config_of
 from k3fuse.kernels.output_projection.config import PRODUCER
 from k3fuse.kernels.output_projection.problem import ARMED, BF16, Problem, disarmed, make
 from k3fuse.kernels.simulator import Multicast, SimulationError
+from stored import store
 
 RANK = 0  # whose columns in a two-shot exchange are those of the first cluster
 COLUMNS = CLUSTER * ROWS

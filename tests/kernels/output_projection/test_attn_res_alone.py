@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from exchange import core, same, store
+from exchange import core, same
 from k3fuse.kernels.attn_res.builder import BUILDER
 from k3fuse.kernels.attn_res.cases import step
 from k3fuse.kernels.build.compile import Built
@@ -15,6 +15,7 @@ from k3fuse.kernels.check.case import Step
 from k3fuse.kernels.common.tolerances import compare
 from k3fuse.kernels.simulator import SimulationError
 from left_out import sites
+from stored import store
 
 pytest.importorskip("cutlass")
 

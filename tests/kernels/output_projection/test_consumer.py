@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from exchange import check, consume, consumer_problem, kernel, reduced, same, store
+from exchange import check, consume, consumer_problem, kernel, reduced, same
 from k3fuse.kernels.check import run_sequence
 from k3fuse.kernels.common.mailbox import HIDDEN, SENTINEL, ErrorWord
 from k3fuse.kernels.output_projection.builder import config_of
 from k3fuse.kernels.output_projection.config import CONSUMER, PRODUCER
 from k3fuse.kernels.output_projection.problem import BF16, Problem, disarmed, mailboxes, make
 from k3fuse.kernels.simulator import DeadlockError
+from stored import store
 
 pytest.importorskip("cutlass")
 

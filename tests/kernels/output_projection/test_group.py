@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from exchange import K, alone, check, core, kernel, store
+from exchange import K, alone, check, core, kernel
 from k3fuse.kernels.build.variant import Variant
 from k3fuse.kernels.check import run_sequence
 from k3fuse.kernels.common.mailbox import HIDDEN
 from k3fuse.kernels.output_projection.builder import config_of
 from k3fuse.kernels.output_projection.config import CONSUMER, FUSED, PRODUCER
 from k3fuse.kernels.output_projection.problem import BF16, Problem, disarmed, mailboxes, make
+from stored import store
 
 pytest.importorskip("cutlass")
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from k3fuse.kernels.attn_res.builder import BUILDER as ATTN_RES
-from k3fuse.kernels.build.compile import compile_variant
 from k3fuse.kernels.build.errors import VariantError
 from k3fuse.kernels.build.resources import occupancy
 from k3fuse.kernels.build.variant import Variant
 from k3fuse.kernels.output_projection.builder import BUILDER
 from k3fuse.kernels.output_projection.config import CONSUMER, FUSED, PRODUCER
+from stored import store
 
 pytest.importorskip("cutlass")
 
@@ -19,7 +19,7 @@ SMS = (132, 148, 152)
 
 
 def fits(variant: Variant) -> None:
-    built = compile_variant(variant)
+    built = store().get(variant)
     assert built.resources.spill_bytes == 0
     assert built.resources.stack_bytes == 0
     for sms in SMS:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from exchange import kernel, store
+from exchange import kernel
 from k3fuse.kernels.build.variant import Variant
 from k3fuse.kernels.check import Launch, run_sequence
 from k3fuse.kernels.output_projection.builder import config_of
@@ -15,6 +15,7 @@ from k3fuse.kernels.output_projection.problem import make
 from k3fuse.kernels.simulator import Multicast
 from left_out import sites
 from scaled import Scaled
+from stored import store
 
 pytest.importorskip("cutlass")
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from host_ranks import Recorder
-from k3fuse.kernels.build.cache import Cache
 from k3fuse.kernels.build.errors import VariantError
 from k3fuse.kernels.check import run
 from k3fuse.kernels.common.policy import MAX_M
@@ -16,6 +15,7 @@ from k3fuse.kernels.prefetch import policy
 from k3fuse.kernels.prefetch.builder import BUILDER, MAX_RANGES
 from k3fuse.kernels.prefetch.launch import launch, table
 from k3fuse.kernels.simulator import MemoryAccessError
+from stored import store
 
 SIZES = (16, 40_000, 1_200_000)
 
@@ -28,7 +28,7 @@ def values(sizes: tuple[int, ...] = SIZES) -> dict[str, Any]:
 def test_every_byte_is_requested_once() -> None:
     pytest.importorskip("cutlass")
     variant = BUILDER.variant("sm_103a", {"ranges": 3}, {"ctas": 2})
-    report = run(variant, [values()], cache=Cache())
+    report = run(variant, [values()], cache=store())
     for i, size in enumerate(SIZES):
         part = report.traffic[0, f"range{i}", 0, "read"]
         assert part.requested == part.distinct == size
@@ -44,7 +44,7 @@ def test_the_simulator_checks_what_is_asked_for(sizes: tuple[int, ...], message:
     pytest.importorskip("cutlass")
     variant = BUILDER.variant("sm_103a", {"ranges": 3}, {"ctas": 2})
     with pytest.raises(MemoryAccessError, match=message):
-        run(variant, [values(sizes)], cache=Cache())
+        run(variant, [values(sizes)], cache=store())
 
 
 def test_the_policy_turns_it_on_nowhere() -> None:

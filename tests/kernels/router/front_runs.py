@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from k3fuse.kernels.build.cache import Cache
 from k3fuse.kernels.build.compile import Built
 from k3fuse.kernels.build.variant import Variant
 from k3fuse.kernels.check import run_sequence
@@ -19,6 +16,7 @@ from k3fuse.kernels.check.report import RunReport
 from k3fuse.kernels.common.tolerances import compare, tolerance
 from k3fuse.kernels.router.front_builder import BUILDER, config_of
 from k3fuse.kernels.router.front_problem import BF16, Problem, make
+from stored import store
 
 HIDDEN = 7168
 SHARED = {8: 768, 16: 384}
@@ -26,12 +24,6 @@ SHARED = {8: 768, 16: 384}
 SMALL = {"tp": 2, "k": 1024, "experts": 160, "latent": 160, "shared": 40}
 # Gate and up are rounded before the activation, its result after.
 ROUNDINGS = 3
-
-
-@cache
-def store() -> Cache:
-    """Compiled kernels of this test process."""
-    return Cache(Path(mkdtemp(prefix="k3fuse-test-")))
 
 
 def kernel(m: int, shape: Mapping[str, int], arch: str = "sm_103a", **tuning: int) -> Variant:

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-from functools import cache
-from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from k3fuse.kernels.build.cache import Cache
 from k3fuse.kernels.build.compile import Built
 from k3fuse.kernels.build.variant import Variant
 from k3fuse.kernels.check import SequenceReport, run_sequence
 from k3fuse.kernels.router.route_builder import BUILDER, config_of
 from k3fuse.kernels.router.route_problem import Problem
+from stored import store
 
 E = 896
 PLAIN = {"local_logits": 1}
-
-
-@cache
-def store() -> Cache:
-    """Compiled kernels of this test process."""
-    return Cache(Path(mkdtemp(prefix="k3fuse-test-")))
 
 
 def kernel(m: int, shape: dict[str, int] | None = None, **config: int) -> Variant:

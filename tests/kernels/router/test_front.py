@@ -11,7 +11,6 @@ from front_runs import (
     full,
     requested,
     run_one,
-    store,
     weights,
     words,
     wrong,
@@ -20,6 +19,7 @@ from front_runs import (
 from k3fuse.kernels.common.tolerances import compare, tolerance
 from k3fuse.kernels.router.front_builder import config_of
 from k3fuse.kernels.router.front_problem import make
+from stored import store
 
 pytest.importorskip("cutlass")
 

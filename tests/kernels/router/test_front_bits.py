@@ -13,13 +13,13 @@ from front_runs import (
     run_one,
     same_bits,
     small,
-    store,
     tokens,
     words,
     wrong,
 )
 
 from k3fuse.kernels.router.front_problem import ARMED, BF16, mailboxes, make, rows
+from stored import store
 
 pytest.importorskip("cutlass")
 

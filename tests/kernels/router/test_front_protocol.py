@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from front_runs import SMALL, full, kernel, run_one, small, store, wrong
+from front_runs import SMALL, full, kernel, run_one, small, wrong
 
 from k3fuse.kernels.attn_res.builder import BUILDER as ATTN_RES
 from k3fuse.kernels.attn_res.cases import step as attn_res_step
-from k3fuse.kernels.build.compile import Built, compile_variant
+from k3fuse.kernels.build.compile import Built
 from k3fuse.kernels.check import Launch, run_sequence
 from k3fuse.kernels.router.front_builder import config_of
 from k3fuse.kernels.router.front_problem import mailboxes, make, rearm
 from k3fuse.kernels.simulator import Fresh, OverlapError, SimulationError
+from stored import store
 
 pytest.importorskip("cutlass")
 
@@ -129,7 +130,7 @@ def test_x_before_the_wait_is_found() -> None:
 
 def test_weights_are_asked_for_before_the_predecessor_has_ended() -> None:
     variant = full(16, 8)
-    before, _, behind = compile_variant(variant).ptx.partition("griddepcontrol.wait")
+    before, _, behind = store().get(variant).ptx.partition("griddepcontrol.wait")
     grid = config_of(variant).geometry
     assert before.count("ld.global.nc") == 4 * grid.ring
     assert behind.count("ld.global.nc") == 4 * (grid.blocks - grid.ring)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from front_runs import full, kernel, store
+from front_runs import full, kernel
 
 from k3fuse.kernels.build.errors import VariantError
 from k3fuse.kernels.build.residency import Member, co_residency
@@ -11,6 +11,7 @@ from k3fuse.kernels.build.variant import Variant
 from k3fuse.kernels.common.gemm import MAX_OWNED, SHARED_LIMIT
 from k3fuse.kernels.router.front_builder import BUILDER, config_of
 from k3fuse.kernels.router.layout import FrontMailbox
+from stored import store
 
 SMS = {"sm_90a": 132, "sm_100a": 148, "sm_103a": 152}
 

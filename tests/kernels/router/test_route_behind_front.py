@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from front_runs import SMALL, full, small, store, weights
+from front_runs import SMALL, full, small, weights
 from route_runs import built, kernel
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from k3fuse.kernels.router import front_problem, reference
 from k3fuse.kernels.router.route_builder import config_of
 from k3fuse.kernels.router.route_problem import Problem
 from k3fuse.kernels.simulator import DeadlockError, OverlapError
+from stored import store
 
 pytest.importorskip("cutlass")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from route_runs import E, random_logits, store
+from route_runs import E, random_logits
 from torch import Tensor
 
 from k3fuse.kernels.build.variant import Variant
@@ -19,6 +19,7 @@ from k3fuse.kernels.router.route_config import arrivals_offset
 from k3fuse.kernels.router.route_launch import TOKENS, Form, Rows, launch, misfit, variant
 from k3fuse.kernels.router.route_problem import Problem
 from k3fuse.kernels.simulator import Fresh, Inside
+from stored import store
 
 TARGET = "gb300:tp8"
 LATENT = 3584

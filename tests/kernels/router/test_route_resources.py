@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from route_runs import core, kernel, run
 
-from k3fuse.kernels.build.compile import compile_variant
 from k3fuse.kernels.build.errors import VariantError
 from k3fuse.kernels.build.resources import occupancy
 from k3fuse.kernels.build.variant import Variant
 from k3fuse.kernels.router.route_builder import BUILDER
 from k3fuse.kernels.router.route_problem import make
+from stored import store
 
 pytest.importorskip("cutlass")
 
@@ -21,7 +21,7 @@ BASELINE = 2_900
 
 
 def fits(variant: Variant) -> None:
-    built = compile_variant(variant)
+    built = store().get(variant)
     assert built.resources.spill_bytes == 0
     assert built.resources.stack_bytes == 0
     assert built.resources.registers <= 64

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 
 import torch
-from tail_runs import store
 from torch import Tensor
 
 from k3fuse.kernels.build.variant import Variant, parameter_names
@@ -18,6 +17,7 @@ from k3fuse.kernels.tail.builder import config_of
 from k3fuse.kernels.tail.mailbox import CTAS, LATENT, TailMailbox
 from k3fuse.kernels.tail.problem import ARMED, BF16, EPS
 from stand_in import StandIn
+from stored import store
 
 
 def at(address: int, *shape: int, dtype: torch.dtype = BF16) -> Tensor:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
-from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from k3fuse.kernels.build.cache import Cache
 from k3fuse.kernels.build.compile import Built
 from k3fuse.kernels.build.variant import Variant
 from k3fuse.kernels.check import Launch, SequenceReport, run_sequence
@@ -21,12 +17,7 @@ from k3fuse.kernels.tail.builder import BUILDER, config_of
 from k3fuse.kernels.tail.cases import ROUNDINGS
 from k3fuse.kernels.tail.mailbox import LATENT
 from k3fuse.kernels.tail.problem import BF16, Problem, make
-
-
-@cache
-def store() -> Cache:
-    """Compiled kernels of this test process."""
-    return Cache(Path(mkdtemp(prefix="k3fuse-test-")))
+from stored import store
 
 
 def kernel(tp: int, m: int, rows: int = 64, **tuning: int) -> Variant:

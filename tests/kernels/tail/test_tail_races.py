@@ -6,13 +6,14 @@ import re
 from dataclasses import replace
 
 import pytest
-from tail_runs import check, kernel, problem_of, run, store
+from tail_runs import check, kernel, problem_of, run
 
 from k3fuse.kernels.build.compile import Built
 from k3fuse.kernels.simulator import SimulationError
 from k3fuse.kernels.tail.builder import config_of
 from k3fuse.kernels.tail.problem import mailboxes
 from left_out import sites, weakened
+from stored import store
 
 pytest.importorskip("cutlass")
 

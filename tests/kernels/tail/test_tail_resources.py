@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from k3fuse.kernels.build.compile import compile_variant
 from k3fuse.kernels.build.errors import VariantError
 from k3fuse.kernels.build.resources import occupancy
 from k3fuse.kernels.build.variant import Variant
 from k3fuse.kernels.tail.builder import BUILDER, config_of
+from stored import store
 
 pytest.importorskip("cutlass")
 
@@ -16,7 +16,7 @@ SMS = (132, 148, 152)
 
 
 def fits(variant: Variant) -> None:
-    built = compile_variant(variant)
+    built = store().get(variant)
     assert built.resources.spill_bytes == 0
     assert built.resources.stack_bytes == 0
     for sms in SMS:
