@@ -24,14 +24,17 @@ from k3fuse.kernels.build.variant import Plan, Variant
 
 SCHEMA = "k3fuse.kernels/1"
 MANIFEST = "k3fuse.json"
+# Larger is no packed file: kernels take some 100 KB, and all variants of all ops below 100 MB.
+MOST_MEMBER = 64 << 20  # bytes of one member, unpacked
+MOST = 1 << 30  # bytes of all members
 _DATE = (1980, 1, 1, 0, 0, 0)  # the earliest a zip can hold
 
 
 def pack(kernels: Iterable[Built], path: Path, *, ptx: bool = True) -> None:
     """Write kernels to one file, atomically. ptx: keep the PTX (the simulator and `show` need it).
 
-    Raises PackedError where there is nothing to write, two kernels are the same variant, or the
-    file cannot be written.
+    Raises PackedError where there is nothing to write, two kernels are the same variant, what is
+    written is larger than `load` reads, or the file cannot be written.
     """
     content = sorted(kernels, key=lambda k: k.variant)
     labels = [k.variant.label for k in content]
@@ -51,6 +54,8 @@ def pack(kernels: Iterable[Built], path: Path, *, ptx: bool = True) -> None:
         )
     manifest = {"schema": SCHEMA, "sha256": _digest(_canonical(entries)), "kernels": entries}
     files = {MANIFEST: json.dumps(manifest, indent=1, sort_keys=True).encode(), **files}
+    if why := _too_large({name: len(data) for name, data in files.items()}):
+        raise PackedError(f"{path}: cannot be written: {why}; pack fewer kernels to a file")
     try:
         _write(files, path)
     except OSError as error:
@@ -61,10 +66,12 @@ def load(path: Path) -> tuple[Built, ...]:
     """Read a packed file, with every checksum checked. Needs neither the DSL nor a GPU.
 
     Raises PackedError, in one line, for a file that is missing, no packed file, of another schema,
-    or damaged.
+    damaged, or that claims more bytes than any packed file has (before they are read).
     """
     try:
         with zipfile.ZipFile(path) as archive:
+            if why := _too_large({m.filename: m.file_size for m in archive.infolist()}):
+                raise PackedError(f"{path}: no packed file: {why}; pack it again")
             files = {name: archive.read(name) for name in archive.namelist()}
     except FileNotFoundError:
         raise PackedError(f"{path}: no such file; write one with `k3fuse kernels pack`") from None
@@ -104,6 +111,15 @@ def select(
             f"there are {names}"
         )
     return exact[0]
+
+
+def _too_large(sizes: Mapping[str, int]) -> str:
+    """What of these sizes in bytes, by member, is above the limits; "" for none."""
+    for name, size in sizes.items():
+        if size > MOST_MEMBER:
+            return f"{name} has {size} bytes, the limit is {MOST_MEMBER}"
+    total = sum(sizes.values())
+    return f"its members have {total} bytes, the limit is {MOST}" if total > MOST else ""
 
 
 def _describe(kernel: Built, files: dict[str, bytes]) -> dict[str, Any]:

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from k3fuse.kernels.build import packed
 from k3fuse.kernels.build.errors import PackedError
-from k3fuse.kernels.build.packed import MANIFEST, SCHEMA, load, pack, select
+from k3fuse.kernels.build.packed import MANIFEST, MOST, MOST_MEMBER, SCHEMA, load, pack, select
 from workbench_cases import ARCHS, OP, STORED, gemv, made
 
 
@@ -136,6 +137,45 @@ def test_every_truncation_is_noticed(file: Path) -> None:
     for size in range(0, len(whole), 101):
         file.write_bytes(whole[:size])
         refused(file)
+
+
+def claiming(path: Path, name: str, size: int) -> Path:
+    """The archive whose directory says `size` bytes of one member."""
+    whole = bytearray(path.read_bytes())
+    record = whole.index(name.encode(), whole.index(b"PK\x01\x02")) - 46
+    assert whole[record : record + 4] == b"PK\x01\x02"
+    whole[record + 24 : record + 28] = size.to_bytes(4, "little")
+    path.write_bytes(whole)
+    return path
+
+
+@pytest.mark.parametrize("name", ["1.cubin", MANIFEST])
+def test_a_member_that_claims_gigabytes_is_not_read(
+    file: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zipfile.ZipFile, "read", lambda *_: pytest.fail("read"))
+    text = refused(claiming(file, name, 4_000_000_000))
+    assert f"{name} has 4000000000 bytes, the limit is {MOST_MEMBER}; pack it again" in text
+
+
+def test_members_that_claim_gigabytes_together_are_not_read(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for part in range(17):
+        rewritten(file, lambda m, part=part: m.update({f"{part}.more": b""}))
+    for part in range(17):
+        claiming(file, f"{part}.more", MOST_MEMBER)
+    monkeypatch.setattr(zipfile.ZipFile, "read", lambda *_: pytest.fail("read"))
+    assert f"bytes, the limit is {MOST}; pack it again" in refused(file)
+
+
+def test_limits_hold_for_what_is_written(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = file.read_bytes()
+    monkeypatch.setattr(packed, "MOST_MEMBER", 8000)
+    assert len(load(file)) == len(ARCHS)  # the control
+    with pytest.raises(PackedError, match=r"0.cubin has 8001 bytes, .* pack fewer kernels"):
+        pack([made(cubin=b"x" * 8001)], file)
+    assert file.read_bytes() == whole
 
 
 def test_select_finds_the_device_and_the_shape(file: Path) -> None:
