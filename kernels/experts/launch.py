@@ -24,6 +24,7 @@ from k3fuse.kernels.common.operands import (
 from k3fuse.kernels.common.policy import MAX_M, Row, chip_of
 from k3fuse.kernels.common.runtime import RUNTIME, Runtime
 from k3fuse.kernels.experts import gate_up
+from k3fuse.kernels.experts import mix as behind
 from k3fuse.kernels.experts.block_config import MAP_ALIGNMENT, BlockConfig, fits_block
 from k3fuse.kernels.experts.builder import BUILDER, config_of
 from k3fuse.kernels.experts.config import CLUSTER, MAX_EXPERTS, WARPS
@@ -31,6 +32,7 @@ from k3fuse.kernels.experts.layouts import ROWS, TRTLLM
 from k3fuse.kernels.experts.policy import BLOCK, ENGINES, TWIN
 from k3fuse.kernels.experts.reference import Activation
 from k3fuse.kernels.tail import launch as tail
+from k3fuse.kernels.tail.mix import Mix
 from k3fuse.kernels.tail.policy import TABLE as TAIL
 
 BF16 = torch.bfloat16
@@ -146,13 +148,17 @@ def variants(
     return first, BUILDER.variant(arch, shape, config)
 
 
-def misfit(row: Row, target: str, given: Operands, activation: Activation) -> str:
+def misfit(
+    row: Row, target: str, given: Operands, activation: Activation, mix: Mix | None = None
+) -> str:
     """Why the kernels cannot serve these operands, "" where they can. Rows may have any stride."""
     if against := partials_misfit(row, target, given, activation):
         return against
     if given.latent_norm_weight is None or given.up_weight is None:
         return "there is no latent norm with an up-projection, which the tail's kernel computes"
-    return tail.misfit(given.hidden, given.shared_x, given.latent_norm_weight, given.up_weight)
+    norm, up = given.latent_norm_weight, given.up_weight
+    against = tail.misfit(given.hidden, given.shared_x, norm, up)
+    return against or ("" if mix is None else behind.misfit(mix, target))
 
 
 def partials_misfit(row: Row, target: str, given: Operands, activation: Activation) -> str:
@@ -293,13 +299,15 @@ def launch(
     activation: Activation,
     eps: float,
     rounding: Collection[str],
+    mix: Mix | None = None,
     *,
     runtime: Runtime = RUNTIME,
     space: Callable[[str, int], Workspace] = tail.mailboxes,
-) -> Tensor:
-    """Run a policy row's kernels on operands without a `misfit`; returns delta [M, H], BF16.
+) -> list[Tensor]:
+    """Run a policy row's kernels on operands without a `misfit`; [delta], all [M, H] and BF16.
 
-    rounding: members of `reference.ROUNDING`. Raises ExchangeError, LaunchError.
+    With the AttnRes behind it: [delta, mix, new prefix]. rounding: members of `reference.ROUNDING`.
+    Raises ExchangeError, LaunchError.
     """
     norm, up = given.latent_norm_weight, given.up_weight
     last = TAIL.lookup(target, given.hidden.shape[0])
@@ -307,7 +315,10 @@ def launch(
         raise LaunchError("these operands have a misfit; ask `misfit` before the launch")
     floor = "hidden_floor" in rounding
     routed, shared = partials(row, target, given, activation, floor, runtime=runtime)
-    return tail.launch(
+    delta = tail.launch(
         last, target, group, routed, shared, norm, up, eps, "round_before_weight" in rounding,
         runtime=runtime, space=space,
     )  # fmt: skip
+    if mix is None:
+        return [delta]
+    return [delta, *behind.launch(mix, target, delta, runtime=runtime)]

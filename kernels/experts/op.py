@@ -13,6 +13,7 @@ from k3fuse.kernels.common.dispatch import Spec
 from k3fuse.kernels.common.library import register
 from k3fuse.kernels.common.microscaling import BLOCK
 from k3fuse.kernels.common.numerics import ACTIVATIONS
+from k3fuse.kernels.experts import mix as behind
 from k3fuse.kernels.experts import reference
 from k3fuse.kernels.experts.launch import Operands, launch, misfit
 from k3fuse.kernels.experts.policy import TABLE
@@ -23,14 +24,16 @@ SCHEMA = (
     "Tensor w2, Tensor? w2_scale, Tensor? shared_hidden, Tensor[] shared_gate_up, "
     "Tensor? shared_down, Tensor? latent_norm_weight, Tensor? up_weight, str activation, "
     "float beta, float linear_beta, float eps, str rounding, Tensor? shared_row=None, "
-    "Tensor? latent_q=None, Tensor? latent_scale=None, *, str target, str group, "
+    f"Tensor? latent_q=None, Tensor? latent_scale=None, {behind.SCHEMA}, *, str target, str group, "
     "str composition) -> Tensor[]"
 )
 # Positions: the tensors of every form, then the numbers, then what a router has made: the shared
 # expert's hidden row (SiTU of gate and up, BF16 [M, S]) in place of shared_hidden and
-# shared_gate_up, and the MXFP8 of `hidden`, which no composition reads.
+# shared_gate_up, and the MXFP8 of `hidden`, which no composition reads. Then the AttnRes that reads
+# delta: with it, the results are delta, the mix and the new prefix, all [M, H].
 _TENSORS, _NUMBERS = 12, 5
 MADE = ("shared_row", "latent_q", "latent_scale")
+_MIX = _TENSORS + _NUMBERS + len(MADE)
 
 
 def _check_routing(hidden: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> None:
@@ -152,6 +155,7 @@ def _specs(
     shared_row: Tensor | None = None,
     latent_q: Tensor | None = None,
     latent_scale: Tensor | None = None,
+    *mix: Any,
 ) -> list[Spec]:
     _check_routing(hidden, topk_weights, topk_ids)
     _check_routed(hidden, w13, w13_scale, w2, w2_scale)
@@ -166,7 +170,12 @@ def _specs(
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r}; known: {', '.join(ACTIVATIONS)}")
     check.flags("rounding", rounding, reference.ROUNDING)
-    return [Spec((hidden.shape[0], h), hidden.dtype)]
+    row = Spec((hidden.shape[0], h), hidden.dtype)
+    given = behind.mix_of(mix)
+    if given is None:
+        return [row]
+    behind.check(given, hidden, h)
+    return [row, row, row]
 
 
 def _check_ids(topk_ids: Tensor, experts: int) -> None:
@@ -183,28 +192,33 @@ def _check_ids(topk_ids: Tensor, experts: int) -> None:
 def _run(*arguments: Any, target: str, group: str, composition: str) -> list[Tensor]:
     specs = _specs(*arguments)
     tensors, numbers = arguments[:_TENSORS], arguments[_TENSORS : _TENSORS + _NUMBERS]
-    made = dict(zip(MADE, arguments[_TENSORS + _NUMBERS :], strict=False))
+    made = dict(zip(MADE, arguments[_TENSORS + _NUMBERS : _MIX], strict=False))
+    mix = behind.mix_of(arguments[_MIX:])
     name, beta, linear_beta, eps, rounding = numbers
     hidden, _, topk_ids, w13 = tensors[:4]
     activation = reference.Activation(name, beta, linear_beta)
     flags = check.flags("rounding", rounding, reference.ROUNDING)
     given = Operands(*tensors, **made)
     _check_ids(topk_ids, w13.shape[0])
+
+    def meaning() -> list[Tensor]:
+        delta = reference.experts(
+            *tensors, activation=activation, eps=eps, rounding=flags, group=group, **made
+        )
+        return [delta] if mix is None else [delta, *behind.meaning(mix, delta)]
+
+    no_mxfp8 = (*arguments[: _MIX - 2], None, None, *arguments[_MIX:])
     return dispatch.run(
         TABLE,
         NAME,
         target=target,
         m=hidden.shape[0],
         composition=composition,
-        inputs=dispatch.operands(experts, arguments[: _TENSORS + _NUMBERS + 1]),
+        inputs=dispatch.operands(experts, no_mxfp8),
         specs=specs,
-        reference=lambda: [
-            reference.experts(
-                *tensors, activation=activation, eps=eps, rounding=flags, group=group, **made
-            )
-        ],
-        kernel=lambda row: [launch(row, target, group, given, activation, eps, flags)],
-        misfit=lambda row: misfit(row, target, given, activation),
+        reference=meaning,
+        kernel=lambda row: launch(row, target, group, given, activation, eps, flags, mix),
+        misfit=lambda row: misfit(row, target, given, activation, mix),
     )
 
 

@@ -241,6 +241,20 @@ def handed_over(case: Case) -> Case:
     return Case(case.op, (*args, row, values.view(torch.uint8), scales), case.kwargs)
 
 
+def mixed(case: Case, draw: Draw, num_blocks: int, *, bank: bool, norm: bool, mix: bool) -> Case:
+    """The same call of `experts` with the AttnRes that reads its delta."""
+    m, h = (
+        case.args[0].shape[0],
+        (case.args[0] if case.args[11] is None else case.args[11].t()).shape[1],
+    )
+    made = (*case.args[17:], None, None, None)[:3]
+    behind = (
+        draw.rows(m, h), _blocks(draw, m, h, num_blocks, bank), num_blocks, draw.vector(h),
+        draw.weight(1, h)[0], draw.vector(h) if norm else None, 1e-5, 1e-6, mix,
+    )  # fmt: skip
+    return Case(case.op, (*case.args[:17], *made, *behind), case.kwargs)
+
+
 def experts_partials(
     draw: Draw,
     m: int,
@@ -414,6 +428,22 @@ FORMS: dict[str, Builder] = {
         rounding="round_before_weight",
     ),
     "experts/routed_only": lambda d, m: experts(d, m, d.pick(2, 20), d.pick(1, 9), 3, 1),
+    "experts/mixed": lambda d, m: mixed(
+        experts(d, m, d.pick(2, 20), d.pick(1, 9), 3, 1, hidden=d.pick(2, 40), shared=3),
+        d,
+        d.pick(0, 4),
+        bank=False,
+        norm=True,
+        mix=True,
+    ),
+    "experts/mixed_row": lambda d, m: mixed(
+        experts(d, m, 32, 32, 3, 2, hidden=d.pick(2, 40), shared=8, mxfp4=True, made=True),
+        d,
+        d.pick(1, 8),
+        bank=True,
+        norm=bool(d.pick(0, 1)),
+        mix=False,
+    ),
     "experts_partials/rows": lambda d, m: experts_partials(
         d,
         m,

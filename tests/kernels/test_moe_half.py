@@ -128,7 +128,7 @@ class Half:
         row = row_of(experts_policy.TAKING, m)
         assert experts.misfit(row, TARGET, given, SITU) == ""
         with mock.patch.object(experts, "arrivals", return_value=self.counts[rank]):
-            delta = experts.launch(
+            (delta,) = experts.launch(
                 row, TARGET, "tp", given, SITU, EPS, {"round_before_weight"}, runtime=runtime,
                 space=lambda group, tp: self.tail.spaces[rank],
             )  # fmt: skip

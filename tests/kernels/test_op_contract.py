@@ -12,7 +12,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from compare import digest
 from k3fuse.kernels.common.registry import OPS
-from op_cases import FORMS, Case, Draw, attention_projection, attn_res, experts, router, tail
+from op_cases import (
+    FORMS,
+    Case,
+    Draw,
+    attention_projection,
+    attn_res,
+    experts,
+    mixed,
+    router,
+    tail,
+)
 
 SHAPES_PER_OP = 200
 
@@ -157,6 +167,11 @@ def _projection() -> Case:
     return attention_projection(Draw(1), 2, 8, 4)
 
 
+def _mixed() -> Case:
+    case = experts(Draw(1), 2, 4, 4, 2, 1, hidden=8, shared=4)
+    return mixed(case, Draw(2), 3, bank=False, norm=True, mix=False)
+
+
 REFUSALS: dict[str, tuple[Case, type[Exception], str]] = {
     "columns not dense": (
         _replace(_projection(), 0, torch.zeros(8, 2, dtype=torch.bfloat16).t()),
@@ -286,6 +301,41 @@ REFUSALS: dict[str, tuple[Case, type[Exception], str]] = {
         ValueError,
         r"shared_down has shape \(8, 4\); dim 1 must be 5",
     ),
+    "mix without a prefix": (
+        _replace(_mixed(), 20, None),
+        ValueError,
+        r"prefix not given, but score_norm_weight",
+    ),
+    "mix without a projection": (
+        _replace(_mixed(), 24, None),
+        ValueError,
+        r"score_proj_weight not given, but prefix",
+    ),
+    "blocks alone": (
+        Case(_mixed().op, (*_mixed().args[:20], None, _mixed().args[21]), _mixed().kwargs),
+        ValueError,
+        r"not given, but blocks",
+    ),
+    "mix of other blocks": (
+        _replace(_mixed(), 22, 4),
+        ValueError,
+        r"blocks holds 3 tensors for num_blocks=4",
+    ),
+    "prefix of other columns": (
+        _replace(_mixed(), 20, torch.zeros(2, 4, dtype=torch.bfloat16)),
+        ValueError,
+        r"prefix has shape \(2, 4\); dim 1 must be 8",
+    ),
+    "prefix of other tokens": (
+        _replace(_mixed(), 20, torch.zeros(3, 8, dtype=torch.bfloat16)),
+        ValueError,
+        r"prefix has 3 rows for M=2",
+    ),
+    "prefix of another type": (
+        _replace(_mixed(), 20, torch.zeros(2, 8)),
+        TypeError,
+        r"prefix is torch.float32",
+    ),
     "three gate and up": (
         _replace(
             router(Draw(1), 2, 4, 4, 4, 2, shared=3),
@@ -329,6 +379,21 @@ def test_shape_errors_appear_while_tracing(name: str) -> None:
         _fake_outputs(case)
 
 
+@pytest.mark.parametrize("form", ["experts/mixed", "experts/mixed_row"])
+@pytest.mark.parametrize("m", [1, 3, 9])
+def test_experts_with_the_mix_are_experts_then_attn_res(form: str, m: int) -> None:
+    case = FORMS[form](Draw(m), m)
+    alone = Case(case.op, case.args[:20], case.kwargs)
+    (delta,) = alone()
+    prefix, *rest = case.args[20:]
+    mixing = torch.ops.k3fuse.attn_res.default
+    wanted = mixing(prefix, delta, *rest, target="reference", composition="")
+    for have, want in zip(case(), [delta, *wanted], strict=True):
+        assert torch.equal(have, want)
+    other = _replace(case, 20, prefix + 1)  # the control
+    assert not torch.equal(case()[2], other()[2])
+
+
 def test_controls_of_the_refusals_run() -> None:
     for case in (
         _projection(),
@@ -337,6 +402,7 @@ def test_controls_of_the_refusals_run() -> None:
         router(Draw(1), 2, 8, 4, 0, 2),
         experts(Draw(1), 2, 32, 32, 2, 1, mxfp4=True),
         experts(Draw(1), 2, 4, 4, 2, 1, shared=4),
+        _mixed(),
         tail(Draw(1), 2, 4, 4),
     ):
         assert all(t.isfinite().all() for t in case())

@@ -23,10 +23,21 @@ from k3fuse.kernels.experts import reference
 from k3fuse.kernels.experts.builder import config_of, k3
 from k3fuse.kernels.experts.cases import SITU, kernel, problem
 from k3fuse.kernels.experts.launch import Operands, launch, misfit, partials, variants
-from k3fuse.kernels.experts.policy import BLOCK, EXPERTS, TABLE, TAKING, TWIN
+from k3fuse.kernels.experts.policy import (
+    BLOCK,
+    EXPERTS,
+    MIXED,
+    MIXING,
+    TABLE,
+    TAKING,
+    TAKING_MIXING,
+    TWIN,
+    mixes,
+)
 from k3fuse.kernels.experts.reference import Activation
 from k3fuse.kernels.simulator import Inside, Launch, TensorMap, simulate_sequence
 from k3fuse.kernels.tail.builder import config_of as tail_config
+from k3fuse.kernels.tail.mix import Mix
 from stored import store
 
 TARGET = "gb300:tp16"
@@ -223,7 +234,7 @@ def test_the_op_ends_with_the_tail() -> None:
         runtime: Any = recorder
         place: Any = lambda group, tp: space  # noqa: E731
         given = operands(m) if table is TABLE else handed_over(operands(m))
-        out = launch(
+        (out,) = launch(
             row, target, "g", given, SITU, 1e-5, {"round_before_weight"}, runtime=runtime,
             space=place,
         )  # fmt: skip
@@ -237,6 +248,60 @@ def test_the_op_ends_with_the_tail() -> None:
         assert took["routed"] == made_of["routed"]
         assert took["shared"] == made_of["shared_out"]
         assert last.size("m") == made.size("m") >= m
+
+
+def mix_behind(m: int, num_blocks: int = 2, norm: bool = True) -> Mix:
+    """An AttnRes that reads the delta of m tokens."""
+    rows = [torch.zeros(m, HIDDEN, dtype=BF16) for _ in range(num_blocks + 1)]
+    score, proj, out = torch.zeros(3, HIDDEN, dtype=BF16)
+    return Mix(rows[0], rows[1:], num_blocks, score, proj, out if norm else None, 1e-5, 1e-6, False)
+
+
+def test_the_op_ends_with_the_mix() -> None:
+    """The AttnRes reads the delta that the tail has left, in a launch of its own."""
+    mapped = SimpleNamespace(multicast=4096, addresses=tuple(range(0, 16 * 4096, 4096)))
+    space = SimpleNamespace(own=0, rank=3, multicast=True, mapped=mapped)
+    for m in (1, 8, 9, 40):
+        row, given, mix = TABLE.lookup(TARGET, m), operands(m), mix_behind(m)
+        assert row is not None
+        recorder = Recorder()
+        runtime: Any = recorder
+        place: Any = lambda group, tp: space  # noqa: E731
+        made = launch(
+            row, TARGET, "g", given, SITU, 1e-5, set(), mix, runtime=runtime, space=place,
+        )  # fmt: skip
+        assert [(tuple(t.shape), t.dtype) for t in made] == 3 * [((m, HIDDEN), BF16)]
+        delta, out, prefix = made
+        ops = [variant.op for variant, _ in recorder.launched]
+        assert ops == ["shared_gate_up", "experts", "tail", "attn_res"]
+        last, values = recorder.launched[-1]
+        took = dict(zip(parameter_names(last), values, strict=True))
+        read = {"prefix": mix.prefix, "delta": delta, "block0": mix.blocks[0], "out": out}
+        for name, tensor in {**read, "new_prefix": prefix, "out_norm": mix.out_norm_weight}.items():
+            assert took[name] == tensor.data_ptr(), name  # type: ignore[union-attr]
+        assert took["m"] == m
+
+
+def test_a_mix_that_does_not_fit_is_named() -> None:
+    given = operands(2)
+    assert misfit(ROW, TARGET, given, SITU, mix_behind(2)) == ""  # the control
+    assert "blocks=9" in misfit(ROW, TARGET, given, SITU, mix_behind(2, 9))
+    wide = replace(mix_behind(2), score_norm_weight=torch.zeros(HIDDEN))
+    assert "score_norm_weight is torch.float32" in misfit(ROW, TARGET, given, SITU, wide)
+
+
+@pytest.mark.parametrize("tp", [8, 16])
+def test_the_policy_says_up_to_where_the_tail_mixes(tp: int) -> None:
+    for m in range(1, 65):
+        for without, mixing in ((TABLE, MIXING), (TAKING, TAKING_MIXING)):
+            before, row = without.lookup(f"gb300:tp{tp}", m), mixing.lookup(f"gb300:tp{tp}", m)
+            assert before is not None
+            assert row is not None
+            assert row.launches - before.launches == (m > 8)
+            assert row.kernel == (EXPERTS if m > 8 else MIXED)
+        assert mixes(f"gb300:tp{tp}", m) == (m <= 8)
+        assert mixes("reference", m)
+    assert not mixes("reference", 65)
 
 
 @pytest.mark.parametrize("tp", [8, 16])
