@@ -12,6 +12,14 @@ The ABI is the plan's parameter list (`config.py`): addresses, then 32-bit integ
     m, rank, routed_pitch, shared_pitch                i32, pitches in elements, multiples of 8
     eps                                                i32, the bits of a float
 
+With blocks >= 0 the next layer's AttnRes follows, of which `out` is the delta:
+
+    prefix [m, H] BF16, rows prefix_pitch apart        the residual stream
+    score_norm, score_proj, out_norm [H] BF16          out_norm 0 without a norm
+    mixed, new_prefix [m, H] BF16, contiguous          written; must not overlap an input
+    block0 .. [m, H] BF16, rows block_pitch apart
+    prefix_pitch, block_pitch, mix_eps, out_eps        i32, as above
+
 All addresses are 16-byte aligned. Every rank launches the same variant with the same m.
 """
 
@@ -23,19 +31,21 @@ from typing import Any
 
 from k3fuse.kernels.build.sizes import merged, need
 from k3fuse.kernels.build.variant import Plan, Variant, check_arch, pairs
-from k3fuse.kernels.common.geometry import HIDDEN, ROWS
+from k3fuse.kernels.common.geometry import CONSUMER_WARPS, HIDDEN, ROWS
 from k3fuse.kernels.common.mailbox import MAX_M
-from k3fuse.kernels.tail.config import CLUSTER, Config
+from k3fuse.kernels.tail.config import CLUSTER, WARPS, Config
 from k3fuse.kernels.tail.mailbox import CTAS
 from k3fuse.kernels.tail.plan import plan_of
 
 RANKS = (2, 4, 8, 16)
 SHAPE = {"m": 8, "tp": 8, "rows": 0}
-FLAGS = ("two_shot", "round_before", "multicast", "packed")
+FLAGS = ("two_shot", "round_before", "multicast", "packed", "norm", "round_mix")
 CONFIG = {
     "units": 0, "two_shot": 0, "round_before": 1, "multicast": 1, "max_m": MAX_M, "timeout": 0,
-    "packed": 1,
+    "packed": 1, "blocks": -1, "norm": 1, "round_mix": 0,
 }  # fmt: skip
+MAX_BLOCKS = 8
+MIXED_TOKENS = 8  # that AttnRes may follow in the same launch
 SCALAR = ("sm_90a",)  # architectures without f32x2
 MOST_ROWS = CTAS // CLUSTER * ROWS
 # Up to so many tokens a rank of eight takes 14 clusters, above 7: each reads the latent rows again.
@@ -48,7 +58,8 @@ class Tail:
 
     op: str = "tail"
     summary: str = (
-        "latent all-reduce, RMSNorm, up-projection, shared add, all-gather, BF16, M <= 64"
+        "latent all-reduce, RMSNorm, up-projection, shared add, all-gather, BF16, M <= 64; "
+        "AttnRes behind it, M <= 8"
     )
 
     def variant(self, arch: str, shape: Mapping[str, int], config: Mapping[str, int]) -> Variant:
@@ -75,6 +86,15 @@ class Tail:
         need(self.op, fits, "rows", rows, room)
         need(self.op, m <= tuning["max_m"] <= MAX_M, "max_m", tuning["max_m"], "m to 64")
         need(self.op, tuning["timeout"] >= 0, "timeout", tuning["timeout"], "0 or more")
+        blocks = tuning["blocks"]
+        need(self.op, -1 <= blocks <= MAX_BLOCKS, "blocks", blocks, f"-1 to {MAX_BLOCKS}")
+        if blocks >= 0:
+            made = _config(sizes, tuning)
+            most = min(MIXED_TOKENS, made.clusters * (WARPS // CONSUMER_WARPS))
+            need(self.op, m <= most, "m", m, f"1 to {most} with blocks={blocks}")
+            need(
+                self.op, made.hidden == HIDDEN, "rows", rows, f"{HIDDEN} / tp where AttnRes follows"
+            )
         return Variant(self.op, _config(sizes, tuning).name, arch, pairs(sizes), pairs(tuning))
 
     def variants(self, arch: str) -> tuple[Variant, ...]:
@@ -84,6 +104,7 @@ class Tail:
             for m in (8, 16, 32, MAX_M):
                 made.append(self.variant(arch, {"tp": tp, "m": m}, {}))
         made.append(self.variant(arch, {"tp": 16, "m": MAX_M}, {"two_shot": 1}))
+        made += [self.variant(arch, {"tp": tp}, {"blocks": MAX_BLOCKS}) for tp in (8, 16)]
         return tuple(made)
 
     def plan(self, variant: Variant) -> Plan:
@@ -111,7 +132,7 @@ def config_of(variant: Variant) -> Config:
 
 def _config(sizes: Mapping[str, int], tuning: Mapping[str, int]) -> Config:
     values: dict[str, Any] = {name: bool(tuning[name]) for name in FLAGS}
-    values |= {name: tuning[name] for name in ("units", "max_m", "timeout")}
+    values |= {name: tuning[name] for name in ("units", "max_m", "timeout", "blocks")}
     return Config(m=sizes["m"], tp=sizes["tp"], rows=sizes["rows"], **values)
 
 

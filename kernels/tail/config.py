@@ -10,7 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from k3fuse.kernels.common.geometry import PAD, ROWS, SUM_PITCH
+from k3fuse.kernels.common.geometry import (
+    CONSUMER_WARPS,
+    PAD,
+    ROWS,
+    SUM_PITCH,
+    residual_bytes,
+)
 from k3fuse.kernels.common.mailbox import ELEMENT
 from k3fuse.kernels.tail.mailbox import LATENT, TailMailbox
 
@@ -28,6 +34,9 @@ OWNED = ROWS // CLUSTER  # of 64 rows, those that one CTA adds up and publishes:
 
 POINTERS = ("routed", "shared", "norm", "weight", "out", "mailbox")
 SIZES = ("m", "rank", "routed_pitch", "shared_pitch", "eps")
+# Behind them, where AttnRes follows in the same launch.
+MIX_POINTERS = ("prefix", "score_norm", "score_proj", "out_norm", "mixed", "new_prefix")
+MIX_SIZES = ("prefix_pitch", "block_pitch", "mix_eps", "out_eps")
 
 # Shared memory: an mbarrier for each unit of rows, the call's pair, the warps' sums of squares.
 CALL = 16
@@ -44,7 +53,8 @@ class Config:
     normalised row is rounded before it is multiplied by the weight. multicast: publish through one
     multicast address, else through every rank's. max_m: rows of a mailbox slot. timeout: rounds of
     a poll before it gives up, 0 for never. packed: f32x2 arithmetic, which sm_90a lacks; the bits
-    are the same.
+    are the same. blocks: AttnRes of so many blocks follows, -1 for none. norm, round_mix: its
+    output norm, and whether the mix is rounded before it.
     """
 
     m: int
@@ -57,6 +67,9 @@ class Config:
     max_m: int
     timeout: int
     packed: bool
+    blocks: int
+    norm: bool
+    round_mix: bool
 
     @property
     def hidden(self) -> int:
@@ -116,6 +129,26 @@ class Config:
     @property
     def total(self) -> int:
         """Bytes of shared memory."""
+        return self.residual + self.mix_groups * residual_bytes(self.blocks)
+
+    @property
+    def mixes(self) -> bool:
+        """Whether AttnRes follows in the same launch."""
+        return self.blocks >= 0
+
+    @property
+    def mix_groups(self) -> int:
+        """Tokens that a cluster mixes, each by four warps of seven of its CTAs."""
+        return -(-self.m // self.clusters) if self.mixes else 0
+
+    @property
+    def mix_warp(self) -> int:
+        """The first warp that mixes: the last ones do, the first one finishes columns."""
+        return WARPS - CONSUMER_WARPS * self.mix_groups
+
+    @property
+    def residual(self) -> int:
+        """Offset of what each token that is mixed exchanges in the cluster."""
         return self.received + self.units * CLUSTER * 8 * self.passes * OWNED * 4
 
     @property
@@ -127,12 +160,22 @@ class Config:
     @property
     def addresses(self) -> tuple[str, ...]:
         """Names of all address parameters in order."""
-        return (*POINTERS, *self.targets)
+        return (*POINTERS, *self.targets, *self.mix_addresses)
+
+    @property
+    def block_pointers(self) -> tuple[str, ...]:
+        """Names of the blocks' addresses."""
+        return tuple(f"block{i}" for i in range(self.blocks))
+
+    @property
+    def mix_addresses(self) -> tuple[str, ...]:
+        """Names of the addresses of AttnRes."""
+        return (*MIX_POINTERS, *self.block_pointers) if self.mixes else ()
 
     @property
     def sizes(self) -> tuple[str, ...]:
-        """Names of the 32-bit parameters; eps is the bits of a float."""
-        return SIZES
+        """Names of the 32-bit parameters; an eps is the bits of a float."""
+        return (*SIZES, *MIX_SIZES) if self.mixes else SIZES
 
     @property
     def name(self) -> str:
@@ -142,6 +185,10 @@ class Config:
             "twoshot": self.two_shot, "roundbefore": self.round_before, "packed": self.packed,
         }  # fmt: skip
         parts += [name for name, on in flags.items() if on]
+        if self.mixes:
+            parts.append(f"attn{self.blocks}")
+            parts += ["norm"] if self.norm else []
+            parts += ["roundmix"] if self.round_mix else []
         parts.append("multicast" if self.multicast else "peer")
         parts += [f"rows{self.max_m}"] if self.max_m != 64 else []
         parts += [f"timeout{self.timeout}"] if self.timeout else []

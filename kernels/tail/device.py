@@ -2,7 +2,8 @@
 
 Every CTA does its share of each step, one step after the other: publish partials, add and normalise
 latent rows, add shared partials, multiply, publish finished columns, read finished rows. The steps
-that compute nothing are in `exchange_device.py`.
+that compute nothing are in `exchange_device.py`, AttnRes of the finished rows is in
+`mix_device.py`.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ from k3fuse.kernels.tail.config import (
     THREADS,
     WARPS,
 )
-from k3fuse.kernels.tail.exchange_device import SIXTEEN, Exchange
+from k3fuse.kernels.tail.exchange_device import SIXTEEN
 from k3fuse.kernels.tail.mailbox import LATENT
+from k3fuse.kernels.tail.mix_device import Mixing
 
 ITEM = OWNED * 4  # bytes of one token's partial sums of a piece
 
@@ -65,7 +67,7 @@ def senders_total(address: Any, stride: int, packed: bool) -> list[Any]:
     return total
 
 
-class Tail(Exchange):
+class Tail(Mixing):
     """One grid of 7 or 14 clusters of eight CTAs."""
 
     @cute.jit
@@ -103,12 +105,15 @@ class Tail(Exchange):
         warp = cute.arch.make_warp_uniform(tid // 32)
         lane = tid % 32
         part, first = cta % CLUSTER, cta // CLUSTER * Int32(ROWS * config.units)
+        mixer = self.mixer(given, base, cta, tid, warp)
         if tid == 0:
             for unit in cutlass.range_constexpr(config.units):
                 ptx.barrier_init(base + Int32(8 * unit), 1)
             ptx.barrier_init_fence()
             for unit in cutlass.range_constexpr(config.units):
                 ptx.barrier_expect(base + Int32(8 * unit), given.m * Int32(CLUSTER * ITEM))
+        if cutlass.const_expr(config.mixes):
+            self.arm_mixer(mixer)
         ptx.cluster_arrive()
         engines = self.weights(given, first, part, lane, warp)
         ptx.wait_for_predecessor()
@@ -126,7 +131,10 @@ class Tail(Exchange):
         ptx.cluster_wait()
         self.multiply(given, base, engines, part, tid)
         self.finish(given, base, parity, first, part, tid, shared)
-        self.collect(given, parity, cta, tid)
+        if cutlass.const_expr(config.mixes):
+            self.mix(given, parity, mixer)
+        else:
+            self.collect(given, parity, cta, tid)
 
     def weights(self, given: Any, first: Any, part: Any, lane: Any, warp: Any) -> list[Stationary]:
         """This thread's registers of W for each unit of rows: every byte once a rank."""
