@@ -1,9 +1,8 @@
-"""Random arguments for every fused op and every form of it, at any size."""
+"""Random arguments for every fused op, at any size; its forms are in op_forms.py."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,6 +80,12 @@ K3 = torch.ops.k3fuse
 def attention_projection(draw: Draw, m: int, k: int, *ns: int, **kw: Any) -> Case:
     args = (draw.rows(m, k), [draw.weight(n, k) for n in ns])
     return Case(K3.attention_projection.default, args, {**LOCAL, **kw})
+
+
+def row_sharded(draw: Draw, m: int, k: int, *ns: int) -> Case:
+    """The first rows of each weight, at least one of the first, are those that ranks split."""
+    split = [draw.pick(int(i == 0), n) for i, n in enumerate(ns)]
+    return attention_projection(draw, m, k, *ns, row_sharded=split)
 
 
 def _blocks(draw: Draw, m: int, h: int, num_blocks: int, bank: bool) -> list[Tensor]:
@@ -306,167 +311,3 @@ def tail(draw: Draw, m: int, latent: int, h: int) -> Case:
         1e-5,
     )
     return Case(K3.tail.default, args, dict(LOCAL))
-
-
-Builder = Callable[[Draw, int], Case]
-_R = ("", "round_sum", "round_before_weight", "round_sum+round_before_weight")
-
-# Every form of every op, small: name -> (draw, M) -> case.
-FORMS: dict[str, Builder] = {
-    "attention_projection/one": lambda d, m: attention_projection(d, m, d.pick(1, 9), d.pick(1, 9)),
-    "attention_projection/three": lambda d, m: attention_projection(
-        d, m, d.pick(1, 40), d.pick(1, 20), 1, d.pick(1, 20)
-    ),
-    "attn_res/bank+delta": lambda d, m: attn_res(
-        d, m, d.pick(1, 40), d.pick(0, 8), delta=True, bank=True, norm=True, mix=False
-    ),
-    "attn_res/list": lambda d, m: attn_res(
-        d, m, d.pick(2, 40), d.pick(0, 4), delta=False, bank=False, norm=True, mix=True
-    ),
-    "attn_res/final": lambda d, m: attn_res(
-        d, m, d.pick(2, 40), d.pick(1, 4), delta=True, bank=True, norm=False, mix=True
-    ),
-    "output_projection_attn_res/delta": lambda d, m: output_attn_res(
-        d, m, d.pick(1, 20), d.pick(2, 40), d.pick(0, 8), prefix=True, bank=True, norm=True
-    ),
-    "output_projection_attn_res/block_write": lambda d, m: output_attn_res(
-        d,
-        m,
-        d.pick(1, 20),
-        d.pick(2, 40),
-        d.pick(1, 3),
-        prefix=False,
-        bank=False,
-        norm=True,
-    ),
-    "output_projection_attn_res/no_norm": lambda d, m: output_attn_res(
-        d,
-        m,
-        d.pick(1, 20),
-        d.pick(2, 40),
-        d.pick(1, 3),
-        prefix=True,
-        bank=False,
-        norm=False,
-    ),
-    "output_projection_add_rms_norm/all": lambda d, m: output_add_rms_norm(
-        d, m, d.pick(1, 20), d.pick(2, 40), _R[d.pick(0, 3)]
-    ),
-    "router_front/latent": lambda d, m: router_front(
-        d, m, d.pick(1, 20), d.pick(1, 20), d.pick(1, 9)
-    ),
-    "router_front/alone": lambda d, m: router_front(d, m, d.pick(1, 20), d.pick(1, 20), 0),
-    "router/k3": lambda d, m: router(
-        d, m, d.pick(1, 20), d.pick(4, 40), d.pick(1, 9), d.pick(1, 4)
-    ),
-    "router/quantized": lambda d, m: router(
-        d,
-        m,
-        d.pick(1, 20),
-        d.pick(4, 40),
-        32 * d.pick(1, 3),
-        d.pick(1, 4),
-        quantize=True,
-        plan=True,
-    ),
-    "router/shared": lambda d, m: router(
-        d,
-        m,
-        d.pick(1, 20),
-        d.pick(4, 40),
-        32 * d.pick(1, 2),
-        d.pick(1, 4),
-        quantize=True,
-        shared=d.pick(1, 9),
-        merged=bool(d.pick(0, 1)),
-    ),
-    "router/plain": lambda d, m: router(
-        d,
-        m,
-        d.pick(1, 20),
-        d.pick(4, 40),
-        0,
-        d.pick(1, 4),
-        bias=False,
-        scoring="softmax",
-        renormalize=False,
-        weights_dtype=torch.bfloat16,
-    ),
-    "experts/mxfp4": lambda d, m: experts(
-        d,
-        m,
-        32 * d.pick(1, 2),
-        32,
-        d.pick(2, 5),
-        2,
-        hidden=d.pick(1, 40),
-        shared=8,
-        mxfp4=True,
-    ),
-    "experts/made": lambda d, m: experts(
-        d,
-        m,
-        32 * d.pick(1, 2),
-        32,
-        d.pick(2, 5),
-        2,
-        hidden=d.pick(1, 40),
-        shared=8,
-        mxfp4=True,
-        made=True,
-    ),
-    "experts/bf16": lambda d, m: experts(
-        d,
-        m,
-        d.pick(2, 20),
-        d.pick(1, 9),
-        d.pick(2, 5),
-        d.pick(1, 2),
-        shared=d.pick(1, 9),
-        merged=False,
-        activation="silu",
-        rounding="round_before_weight",
-    ),
-    "experts/routed_only": lambda d, m: experts(d, m, d.pick(2, 20), d.pick(1, 9), 3, 1),
-    "experts/mixed": lambda d, m: mixed(
-        experts(d, m, d.pick(2, 20), d.pick(1, 9), 3, 1, hidden=d.pick(2, 40), shared=3),
-        d,
-        d.pick(0, 4),
-        bank=False,
-        norm=True,
-        mix=True,
-    ),
-    "experts/mixed_row": lambda d, m: mixed(
-        experts(d, m, 32, 32, 3, 2, hidden=d.pick(2, 40), shared=8, mxfp4=True, made=True),
-        d,
-        d.pick(1, 8),
-        bank=True,
-        norm=bool(d.pick(0, 1)),
-        mix=False,
-    ),
-    "experts_partials/rows": lambda d, m: experts_partials(
-        d,
-        m,
-        32 * d.pick(1, 3),
-        32,
-        d.pick(3, 6),
-        2,
-        h=d.pick(1, 40),
-        shared=d.pick(1, 9),
-        merged=False,
-        bias=False,
-        weights_dtype=torch.float32,
-    ),
-    "experts_partials/trtllm": lambda d, m: experts_partials(
-        d,
-        m,
-        128,
-        64 * d.pick(1, 4),
-        d.pick(3, 4),
-        d.pick(1, 3),
-        h=d.pick(1, 40),
-        shared=8,
-        layout="trtllm",
-    ),
-    "tail/all": lambda d, m: tail(d, m, d.pick(1, 40), d.pick(1, 40)),
-}

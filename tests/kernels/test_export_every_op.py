@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from k3fuse.kernels.common.registry import OPS
-from op_cases import FORMS, Case, Draw
+from op_cases import Case, Draw
+from op_forms import FORMS
 from test_export import check, exported, inputs
 
 M = 3

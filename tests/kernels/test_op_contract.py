@@ -12,17 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from compare import digest
 from k3fuse.kernels.common.registry import OPS
-from op_cases import (
-    FORMS,
-    Case,
-    Draw,
-    attention_projection,
-    attn_res,
-    experts,
-    mixed,
-    router,
-    tail,
-)
+from op_cases import Case, Draw, attention_projection, attn_res, experts, mixed, router, tail
+from op_forms import FORMS
 
 SHAPES_PER_OP = 200
 
