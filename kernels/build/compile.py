@@ -55,8 +55,10 @@ def dsl_installed() -> bool:
     return find_spec("cutlass") is not None
 
 
-def compile_variant(variant: Variant) -> Built:
+def compile_variant(variant: Variant, *, histogram: bool = True) -> Built:
     """Compile one variant to PTX and cubin and measure it.
+
+    histogram: count the machine instructions, which takes a run of the disassembler.
 
     Raises MissingDslError without the DSL, VariantError for a variant its builder does not cover,
     BuildError where the compiler refuses the kernel or the kernel differs from its plan.
@@ -81,8 +83,8 @@ def compile_variant(variant: Variant) -> Built:
             f"{variant.label}: a CTA needs {static + plan.dynamic_smem} bytes of shared memory; "
             f"at most {CTA_SMEM} exist"
         )
-    histogram = sass_histogram(cubin, kernel.name)
-    resources = Resources(kernel.registers, spills, kernel.stack, static, histogram)
+    sass = sass_histogram(cubin, kernel.name) if histogram else None
+    resources = Resources(kernel.registers, spills, kernel.stack, static, sass)
     return Built(variant, plan, ptx, cubin, kernel.name, resources)
 
 

@@ -38,7 +38,8 @@ class Resources:
 
     registers: per thread. spill_bytes: bytes of spill stores plus spill loads in the code, as ptxas
     counts them. stack_bytes: frame of a thread. static_smem: bytes a CTA, without the system's.
-    sass: instructions by opcode without modifiers, None where no disassembler was installed.
+    sass: instructions by opcode without modifiers, None where they were not counted, or no
+    disassembler was installed.
     """
 
     registers: int

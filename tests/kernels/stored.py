@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import fcntl
-from functools import cache
+from functools import cache, partial
 
-from k3fuse.kernels.build.cache import Cache
-from k3fuse.kernels.build.compile import Built
+from k3fuse.kernels.build.cache import Cache, default_folder
+from k3fuse.kernels.build.compile import Built, compile_variant
 from k3fuse.kernels.build.variant import Variant
 
 
 class Stored(Cache):
-    """The run's folder: a kernel is compiled by one process, which others wait for."""
+    """The run's folder: a kernel is compiled by one process, which others wait for.
+
+    Without counts of machine instructions, so it is not the folder that the commands have.
+    """
 
     def __init__(self) -> None:
-        super().__init__()
+        compiler = partial(compile_variant, histogram=False)
+        super().__init__(default_folder() / "plain", compiler=compiler)
         self._held: dict[Variant, Built] = {}
 
     def get(self, variant: Variant) -> Built:

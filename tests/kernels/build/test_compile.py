@@ -49,7 +49,8 @@ def test_the_resources_are_those_of_the_stored_kernel() -> None:
 
     if version("nvidia-cutlass-dsl") != dsl:
         pytest.skip(f"stored with DSL {dsl}")
-    built = compile_variant(gemv())
+    built = compile_variant(gemv(), histogram=False)
+    assert built.resources.sass is None
     assert built.resources.registers == stored.resources.registers
     assert built.entry == stored.entry
 
