@@ -101,9 +101,12 @@ class Reporter:
         """Report the candidates `bad` [n, cells] that single lanes do not know either."""
         known: dict[tuple[int, int, int], bool] = {}
         own = self.site(site)
-        for lane, place in zip(*(part.tolist() for part in np.nonzero(bad)), strict=True):
-            thread = int(threads[lane])
-            epoch, info = entries[lane, place].tolist()
+        lanes, places = np.nonzero(bad)
+        candidates = zip(
+            threads[lanes].tolist(), lanes.tolist(), places.tolist(),
+            entries[lanes, places].tolist(), strict=True,
+        )  # fmt: skip
+        for thread, lane, place, (epoch, info) in candidates:
             column, clock = epoch >> 32, epoch & CLOCK_MASK
             bearer = thread if thread in self.clocks.private else -(thread >> 5) - 1
             same_warp = column == self.clocks.column[thread >> 5]
