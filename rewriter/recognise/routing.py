@@ -12,6 +12,7 @@ from torch import fx
 from k3fuse.rewriter.reasons import Code, Reason, Refusal
 from k3fuse.rewriter.recognise.linear import Linear
 from k3fuse.rewriter.recognise.rms_norm import widens
+from k3fuse.rewriter.recognise.softmax import Softmax
 from k3fuse.rewriter.template import Mismatch, Template, match_template, tokens_of
 from k3fuse.rewriter.view import GraphView, bound_args, dtype_of, op_of, shape_of
 
@@ -78,23 +79,15 @@ class Routing:
         score, bias, biased = _score_and_bias(view, key_node)
         if score is None:
             return None
-        spelled = view.canon(score)
-        scoring = {"aten.sigmoid": "sigmoid", "aten.softmax": "softmax"}.get(spelled.op)
-        if scoring is None:
+        scored = _scored(view, score)
+        if scored is None:
             return None
+        scoring, read, score_nodes = scored
         narrow = next((n for n in (score, key_node) if dtype_of(n) != torch.float32), None)
         if narrow is not None:
             what = "the scores are not selected in FP32"
             raise _refuse(narrow, Code.DTYPE_MISMATCH, what, torch.float32, dtype_of(narrow))
-        if scoring == "softmax" and spelled.attr("dim") not in (-1, (-1,)):
-            raise _refuse(
-                score,
-                Code.ATTR_MISMATCH,
-                "softmax is not over the experts",
-                -1,
-                spelled.attr("dim"),
-            )
-        logits = view.strip(spelled.inputs[0])
+        logits = view.strip(read)
         linear = view.producer(logits, Linear)
         wide_cast: tuple[fx.Node, ...] = ()
         if linear is None and view.canon(logits).op == "cast":
@@ -102,7 +95,7 @@ class Routing:
             linear = view.producer(view.canon(logits).inputs[0], Linear)
         if linear is None:
             return None
-        for grouped in (spelled.inputs[0], score, bound_args(node)["self"]):
+        for grouped in (read, score, bound_args(node)["self"]):
             if shape_of(grouped) != shape_of(linear.out):
                 what = "the logits are read in another grouping"
                 raise _refuse(
@@ -114,17 +107,43 @@ class Routing:
         raw, gathered = _raw_weights(view, score, ids, values, biased=bias is not None)
         tail = _tail(view, raw)
         nodes = {
-            *linear.nodes, *view.path(spelled.inputs[0], logits), *wide_cast, score, *biased,
-            *masked, *cover, *gathered, *tail["nodes"],
+            *linear.nodes, *view.path(read, logits), *wide_cast, *score_nodes, *biased, *masked,
+            *cover, *gathered, *tail["nodes"],
         }  # fmt: skip
         return cls(
-            linear, spelled.inputs[0], bias, top_k, scoring, tail["renormalize"], tail["eps"],
+            linear, read, bias, top_k, scoring, tail["renormalize"], tail["eps"],
             tail["scale"], ids, tail["out"], tuple(sorted(nodes, key=view.index.__getitem__)),
         )  # fmt: skip
 
 
 def _refuse(node: fx.Node, code: Code, what: str, expected: object, actual: object) -> Refusal:
     return Refusal(Reason(code, f"{node.name}: {what}", (node.name,), str(expected), str(actual)))
+
+
+def _scored(view: GraphView, score: fx.Node) -> tuple[str, fx.Node, tuple[fx.Node, ...]] | None:
+    """(scoring, what it reads, nodes) of a score; None for something else.
+
+    Scores that were rounded on the way are seen through: what is refused then has a reason.
+    """
+    made: Any = score
+    while isinstance(made, fx.Node) and view.canon(made).op == "cast":
+        made = view.strip(view.canon(made).inputs[0])
+    if not isinstance(made, fx.Node):
+        return None
+    found: tuple[str, fx.Node, tuple[fx.Node, ...]]
+    if view.canon(made).op == "aten.sigmoid":
+        found = "sigmoid", view.canon(made).inputs[0], (made,)
+    else:
+        softmax = view.find(Softmax, made)
+        if softmax is None:
+            if (refusal := view.miss(Softmax, made)) is not None:
+                raise refusal
+            return None
+        found = "softmax", softmax.x, softmax.nodes
+    if made is not score:
+        what = "the scores are rounded before the selection"
+        raise _refuse(score, Code.DTYPE_MISMATCH, what, torch.float32, dtype_of(score))
+    return found
 
 
 def _check_flags(view: GraphView, node: fx.Node) -> None:

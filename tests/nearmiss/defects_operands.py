@@ -34,8 +34,7 @@ OPERANDS: tuple[Defect, ...] = (
         latent=True,
     ),
     wrong("axis", "router", "changed", "ATTR_MISMATCH STRIDE_OR_ALIGN -", pick_axis=0),
-    # Written out, as Inductor has it, a softmax of no axis is known.
-    wrong("axis", "router", "changed", "ATTR_MISMATCH -", scoring="softmax", score_axis=0),
+    wrong("axis", "router", "changed", "ATTR_MISMATCH", scoring="softmax", score_axis=0),
     wrong("axis", "router", "changed", "ATTR_MISMATCH ANCHOR_ABSENT -", weights="rows"),
     wrong(
         "axis",

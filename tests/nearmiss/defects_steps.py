@@ -140,7 +140,28 @@ STEPS: tuple[Defect, ...] = (
         wrong("step", "router", "changed", "-", scoring=how)
         for how in ("tanh", "sqrt softplus", "sigmoid of double", "sigmoid + softmax", "hard")
     ),
-    wrong("step", "router", "kept", "-", scoring="softmax"),
+    *(
+        wrong("step", "router", "changed", codes, scoring="written out", **{knob: value})
+        for knob, value, codes in (
+            ("most_axis", 0, "ATTR_MISMATCH SHAPE_MISMATCH"),
+            ("sum_axis", 0, "ATTR_MISMATCH SHAPE_MISMATCH"),
+            ("share", "eps", "OP_MISMATCH"),
+            ("share", "one", "OP_MISMATCH"),
+            ("share", "mean", "OP_MISMATCH"),
+            ("share", "of squares", "OP_MISMATCH"),
+            ("share", "reciprocal", "OP_MISMATCH"),
+            ("share", "half", "DTYPE_MISMATCH"),
+            ("share", "rounded", "DTYPE_MISMATCH"),
+            ("most", "amin", "OP_MISMATCH"),
+            ("most", "mean", "OP_MISMATCH"),
+            ("most", "of all", "OP_MISMATCH ATTR_MISMATCH SHAPE_MISMATCH"),
+            ("most", "of twice", "OP_MISMATCH"),
+            ("most", "none", "OP_MISMATCH"),
+            ("most", "number", "OP_MISMATCH"),
+            ("base", 2, "OP_MISMATCH"),
+            ("exp_round", True, "OP_MISMATCH"),
+        )
+    ),
     wrong("step", "router", "changed", "- OP_MISMATCH", logits="scaled"),
     wrong("step", "router", "changed", "- OP_MISMATCH", logits="shifted"),
     *(

@@ -109,7 +109,7 @@ VALUES: tuple[Defect, ...] = (
     wrong("dtype", "router", "kept", "DTYPE_MISMATCH OP_MISMATCH -", bias="rounded"),
     wrong("dtype", "router", "kept", "DTYPE_MISMATCH OP_MISMATCH -", bias="rounded twice"),
     wrong("dtype", "router", "kept", "DTYPE_MISMATCH OP_MISMATCH -", bias="bf16"),
-    wrong("dtype", "router", "changed", "-", key_round=True, groups=0),
+    wrong("dtype", "router", "changed", "- DTYPE_MISMATCH", key_round=True, groups=0),
     wrong(
         "dtype",
         "router",

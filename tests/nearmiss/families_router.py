@@ -14,12 +14,43 @@ def score(logits: Tensor, knobs: Knobs) -> Tensor:
     return {
         "sigmoid": lambda: torch.sigmoid(logits),
         "softmax": lambda: torch.softmax(logits, knobs.get("score_axis", -1)),
+        "written out": lambda: written_out(logits, knobs),
         "tanh": lambda: torch.tanh(logits),
         "sqrt softplus": lambda: F.softplus(logits).sqrt(),
         "sigmoid of double": lambda: torch.sigmoid(2 * logits),
         "sigmoid + softmax": lambda: torch.softmax(torch.sigmoid(logits), -1),
         "hard": lambda: F.hardsigmoid(logits),
     }[how]()
+
+
+def written_out(logits: Tensor, knobs: Knobs) -> Tensor:
+    """A softmax as Inductor has it: greatest, difference, exp, sum, quotient."""
+    axis = knobs.get("sum_axis", -1)
+    most = {
+        "amax": lambda: logits.amax(knobs.get("most_axis", -1), keepdim=True),
+        "max": lambda: logits.max(knobs.get("most_axis", -1), keepdim=True)[0],
+        "amin": lambda: logits.amin(-1, keepdim=True),
+        "mean": lambda: logits.mean(-1, keepdim=True),
+        "of all": lambda: logits.amax(),
+        "of twice": lambda: (2 * logits).amax(-1, keepdim=True),
+        "none": lambda: None,
+        "number": lambda: 1.0,
+    }[knobs.get("most", "amax")]()
+    shifted = logits if most is None else logits - most
+    if knobs.get("exp_round"):
+        shifted = shifted.to(BF16).float()
+    made = torch.exp2(shifted) if knobs.get("base") == 2 else torch.exp(shifted)
+    return {
+        "sum": lambda: made / made.sum(axis, keepdim=True),
+        "late column": lambda: made / made.sum(axis).unsqueeze(-1),
+        "eps": lambda: made / (made.sum(axis, keepdim=True) + 0.5),
+        "one": lambda: made / (made.sum(axis, keepdim=True) + 1.0),
+        "mean": lambda: made / made.mean(axis, keepdim=True),
+        "of squares": lambda: made / made.square().sum(axis, keepdim=True),
+        "reciprocal": lambda: made * made.sum(axis, keepdim=True).reciprocal(),
+        "half": lambda: (made.to(BF16) / made.to(BF16).sum(axis, keepdim=True)).float(),
+        "rounded": lambda: (made / made.sum(axis, keepdim=True)).to(BF16).float(),
+    }[knobs.get("share", "sum")]()
 
 
 def picked(key: Tensor, knobs: Knobs) -> tuple[Tensor, Tensor]:
@@ -166,7 +197,9 @@ ROUTER = Family(
     {
         "logits": ("wide", "wide linear"),
         "key": ("s + b", "b + s"),
-        "scoring": ("sigmoid",),
+        "scoring": ("sigmoid", "sigmoid", "softmax", "written out"),
+        "most": ("amax", "max"),
+        "share": ("sum", "late column"),
         "pick": ("topk",),
         "renorm": ("yes", "plain", "no"),
         "renorm_eps": (1e-20, 0.25),
