@@ -105,7 +105,6 @@ class Tail(Mixing):
         warp = cute.arch.make_warp_uniform(tid // 32)
         lane = tid % 32
         part, first = cta % CLUSTER, cta // CLUSTER * Int32(ROWS * config.units)
-        mixer = self.mixer(given, base, cta, tid, warp)
         if tid == 0:
             for unit in cutlass.range_constexpr(config.units):
                 ptx.barrier_init(base + Int32(8 * unit), 1)
@@ -113,7 +112,7 @@ class Tail(Mixing):
             for unit in cutlass.range_constexpr(config.units):
                 ptx.barrier_expect(base + Int32(8 * unit), given.m * Int32(CLUSTER * ITEM))
         if cutlass.const_expr(config.mixes):
-            self.arm_mixer(mixer)
+            self.arm_mixer(given, base, cta, tid, warp)
         ptx.cluster_arrive()
         engines = self.weights(given, first, part, lane, warp)
         ptx.wait_for_predecessor()
@@ -132,7 +131,7 @@ class Tail(Mixing):
         self.multiply(given, base, engines, part, tid)
         self.finish(given, base, parity, first, part, tid, shared)
         if cutlass.const_expr(config.mixes):
-            self.mix(given, parity, mixer)
+            self.mix(given, base, parity, cta, tid, warp)
         else:
             self.collect(given, parity, cta, tid)
 

@@ -34,45 +34,57 @@ class Mixing(Exchange):
     """The steps of one CTA from finished rows to mixed ones."""
 
     def mixer(self, given: Any, base: Any, cta: Any, tid: Any, warp: Any) -> SimpleNamespace:
-        """This thread's part: its token, its place, and whether it has any. Nothing without a mix.
+        """The part of a thread of the last warps: its token, its place, and whether it has any.
 
         takes: a Boolean; the rest says nothing where it does not hold.
         """
         config = self.config
-        if not config.mixes:
-            return SimpleNamespace()
         inside, place = warp - Int32(config.mix_warp), cta % CLUSTER
-        which = inside // Int32(CONSUMER_WARPS)
-        token = cta // CLUSTER + which * Int32(config.clusters)
-        memory = base + Int32(config.residual) + which * Int32(residual_bytes(config.blocks))
+        thread = tid - Int32(32 * config.mix_warp)
+        token, memory = cta // CLUSTER, base + Int32(config.residual)
+        if config.mix_groups > 1:
+            which = inside // Int32(CONSUMER_WARPS)
+            inside, thread = inside % Int32(CONSUMER_WARPS), thread % Int32(CONSUMER_THREADS)
+            token = token + which * Int32(config.clusters)
+            memory = memory + which * Int32(residual_bytes(config.blocks))
         form = Form(config.blocks, config.norm, config.round_mix, packed=config.packed)
-        row = Residual(
-            form, memory, tid % 32, inside % Int32(CONSUMER_WARPS), place, given.mix_eps,
-            given.out_eps,
-        )  # fmt: skip
-        thread = (tid - Int32(32 * config.mix_warp)) % Int32(CONSUMER_THREADS)
-        takes = (inside >= 0) & (place < MIXERS) & (token < given.m)
+        row = Residual(form, memory, tid % 32, inside, place, given.mix_eps, given.out_eps)
+        takes = (place < MIXERS) & (token < given.m)
         return SimpleNamespace(
             form=form, row=row, token=token, thread=thread, place=place, takes=takes
         )
 
     @cute.jit
-    def arm_mixer(self, mixer: cutlass.Constexpr) -> None:
+    def arm_mixer(
+        self, given: cutlass.Constexpr, base: Int32, cta: Int32, tid: Int32, warp: Int32
+    ) -> None:
         """Set up what the cluster exchanges for a token; the cluster's barrier comes after."""
-        if mixer.takes:
-            if mixer.thread == 0:
-                Residual.arm(mixer.row)
-            if mixer.row.warp == 1:
-                Residual.prepare(mixer.row)
+        if warp >= self.config.mix_warp:
+            mixer = self.mixer(given, base, cta, tid, warp)
+            if mixer.takes:
+                if mixer.thread == 0:
+                    Residual.arm(mixer.row)
+                if mixer.row.warp == 1:
+                    Residual.prepare(mixer.row)
 
     @cute.jit
-    def mix(self, given: cutlass.Constexpr, parity: Int64, mixer: cutlass.Constexpr) -> None:
+    def mix(
+        self,
+        given: cutlass.Constexpr,
+        base: Int32,
+        parity: Int64,
+        cta: Int32,
+        tid: Int32,
+        warp: Int32,
+    ) -> None:
         """Wait for a token's finished row, store it; add it to the prefix, mix, normalise.
 
         All that does not need the row is on its way or done before it is there.
         """
-        if mixer.takes:
-            self.mix_row(given, parity, mixer)
+        if warp >= self.config.mix_warp:
+            mixer = self.mixer(given, base, cta, tid, warp)
+            if mixer.takes:
+                self.mix_row(given, parity, mixer)
 
     def mix_row(self, given: Any, parity: Any, mixer: SimpleNamespace) -> None:
         """As `mix`, by the threads that have a part."""

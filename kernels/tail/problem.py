@@ -113,6 +113,15 @@ class Problem:
         chosen = [{name: values[name] for name in names} for values in ranks]
         return Launch(variant, chosen, self.needed())
 
+    def alone(self, variant: Variant, rank: int) -> Launch:
+        """The kernel on one rank with all that it waits for delivered, so no poll is repeated."""
+        self.deliver(rank)
+        values: dict[str, Value] = dict(self.values(rank))
+        values |= {"mailbox": self.boxes[rank], "multicast": Multicast((self.boxes[rank],))}
+        values |= {f"mailbox{i}": box for i, box in enumerate(self.boxes)}
+        names = [p.name for p in BUILDER.plan(variant).parameters]
+        return Launch(variant, [{name: values[name] for name in names}])
+
     def needed(self) -> dict[str, int]:
         """Bytes that have to move at least, summed over the ranks, by parameter."""
         config, tp, m = self.config, self.config.tp, self.m

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tail_runs import kernel, same, store
+from tail_runs import kernel, run, same, store
 from torch import Tensor
 
 from k3fuse.kernels.attn_res.builder import BUILDER as ATTN_RES
@@ -15,7 +15,7 @@ from k3fuse.kernels.common.operands import float_bits
 from k3fuse.kernels.simulator import Fresh
 from k3fuse.kernels.tail.builder import config_of
 from k3fuse.kernels.tail.mix_problem import MixProblem, make_mixed
-from k3fuse.kernels.tail.problem import BF16, EPS
+from k3fuse.kernels.tail.problem import BF16, EPS, Problem, make
 
 HIDDEN = 7168
 
@@ -48,8 +48,19 @@ def alone(problem: MixProblem, delta: Tensor, most: int = 8) -> tuple[Tensor, Te
     return mixed, new_prefix
 
 
-def check_mix(problem: MixProblem) -> None:
+def check_mix(problem: MixProblem, rank: int = 0) -> None:
     """Mixed rows and prefix have the bits that AttnRes alone gives the finished rows."""
-    mixed, new_prefix = alone(problem, problem.out[0])
-    assert same(problem.mixed[0], mixed), "mixed"
-    assert same(problem.new_prefix[0], new_prefix), "new_prefix"
+    mixed, new_prefix = alone(problem, problem.out[rank])
+    assert same(problem.mixed[rank], mixed), "mixed"
+    assert same(problem.new_prefix[rank], new_prefix), "new_prefix"
+
+
+def plain_of(problem: MixProblem, **tuning: int) -> Problem:
+    """The same call of the tail alone, on mailboxes of its own; run."""
+    config = problem.config
+    variant = kernel(config.tp, config.m, config.rows, max_m=config.max_m, **tuning)
+    other = make(config_of(variant), problem.m)
+    for name in ("routed", "shared", "norm", "norms", "weight", "weights"):
+        setattr(other, name, getattr(problem, name))
+    run(variant, other)
+    return other

@@ -12,7 +12,6 @@ from k3fuse.kernels.build.compile import Built
 from k3fuse.kernels.build.variant import Variant
 from k3fuse.kernels.check import Launch, SequenceReport, run_sequence
 from k3fuse.kernels.common.tolerances import compare, tolerance
-from k3fuse.kernels.simulator import Multicast
 from k3fuse.kernels.tail.builder import BUILDER, config_of
 from k3fuse.kernels.tail.cases import ROUNDINGS
 from k3fuse.kernels.tail.mailbox import LATENT
@@ -57,12 +56,7 @@ def check(problem: Problem) -> None:
 
 def alone(variant: Variant, problem: Problem, rank: int) -> Any:
     """One rank, with all that it waits for delivered, so that no poll is repeated."""
-    problem.deliver(rank)
-    values: dict[str, Any] = dict(problem.values(rank))
-    values |= {"mailbox": problem.boxes[rank], "multicast": Multicast((problem.boxes[rank],))}
-    values |= {f"mailbox{i}": box for i, box in enumerate(problem.boxes)}
-    names = [parameter.name for parameter in BUILDER.plan(variant).parameters]
-    launch = Launch(variant, [{name: values[name] for name in names}])
+    launch = problem.alone(variant, rank)
     return run_sequence([launch], cache=store()).reports[0]
 
 

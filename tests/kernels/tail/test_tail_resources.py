@@ -40,6 +40,28 @@ def test_every_kernel(arch: str, tp: int, m: int) -> None:
 
 
 @pytest.mark.parametrize(
+    "arch",
+    ["sm_103a", *(pytest.param(a, marks=pytest.mark.nightly) for a in ("sm_90a", "sm_100a"))],
+)
+def test_the_kernel_with_attn_res(arch: str) -> None:
+    fits(BUILDER.variant(arch, {"tp": 16}, {"blocks": 8}))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_103a"])
+@pytest.mark.parametrize("tp", [8, 16])
+@pytest.mark.parametrize("blocks", range(9))
+def test_every_kernel_with_attn_res(arch: str, tp: int, blocks: int) -> None:
+    for norm, round_mix in ((1, 0), (1, 1), (0, 0)):
+        for multicast, timeout in ((1, 0), (0, 1000)):
+            tuning = {
+                "blocks": blocks, "norm": norm, "round_mix": round_mix, "multicast": multicast,
+                "timeout": timeout,
+            }  # fmt: skip
+            fits(BUILDER.variant(arch, {"tp": tp}, tuning))
+
+
+@pytest.mark.parametrize(
     ("tp", "m", "grid"), [(8, 8, 112), (8, 16, 56), (8, 64, 56), (16, 8, 56), (16, 64, 56)]
 )
 def test_many_tokens_take_few_clusters(tp: int, m: int, grid: int) -> None:
