@@ -16,7 +16,7 @@ from k3fuse.patterns.compose import replacement
 from k3fuse.patterns.latent_rows import split_rows
 from k3fuse.patterns.moe import equal_on_all_ranks, tp_group
 from k3fuse.patterns.output_projection import Projected, projected
-from k3fuse.patterns.policy import others_share, pick
+from k3fuse.patterns.policy import others_share, pick, read
 from k3fuse.rewriter.guards import Guard
 from k3fuse.rewriter.pattern import Pattern
 from k3fuse.rewriter.reasons import Code, Reason
@@ -24,7 +24,7 @@ from k3fuse.rewriter.recognise.all_reduce import AllReduce
 from k3fuse.rewriter.recognise.attn_res import AttnRes
 from k3fuse.rewriter.recognise.linear import Linear
 from k3fuse.rewriter.recognise.rms_norm import AddRmsNorm, RmsNorm
-from k3fuse.rewriter.site import Kernel, NearMiss, Output, Replacement, Site, in_order
+from k3fuse.rewriter.site import Kernel, NearMiss, Output, Read, Replacement, Site, in_order
 from k3fuse.rewriter.target import Target
 from k3fuse.rewriter.view import GraphView, op_of, shape_of
 
@@ -186,6 +186,12 @@ class AttentionProjection(Pattern):
         sizes |= {"tp": target.tp, **{f"s{i}": rows for i, rows in enumerate(split)}}
         unread = others_share(split, linears[0].k, linears[0].dtype, target)
         return pick(SHARDED, site, target, sizes, op="attention_projection_sharded", unread=unread)
+
+    def reads(self, site: Site, target: Target) -> list[Read]:
+        """All weights, in order; of rows that the ranks split, this rank's."""
+        linears, group, _ = site.facts
+        split = _split(site, target) or (0,) * len(linears)
+        return [read(f.weight, target, group, n) for f, n in zip(linears, split, strict=True)]
 
 
 def _split(site: Site, target: Target) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from k3fuse.kernels.output_projection.policy import TABLE
 from k3fuse.patterns import symbols as s
 from k3fuse.patterns.compose import as_rows, replacement
 from k3fuse.patterns.mix import bank_output, buffers, norm_dtype, prefix_result, score_arguments
-from k3fuse.patterns.policy import pick
+from k3fuse.patterns.policy import ahead, pick, read
 from k3fuse.rewriter.guards import Guard, Value
 from k3fuse.rewriter.pattern import Pattern
 from k3fuse.rewriter.reasons import Code, Reason
@@ -27,7 +27,16 @@ from k3fuse.rewriter.recognise.all_reduce import AllReduce
 from k3fuse.rewriter.recognise.attn_res import AttnRes
 from k3fuse.rewriter.recognise.linear import Linear
 from k3fuse.rewriter.recognise.rms_norm import AddRmsNorm
-from k3fuse.rewriter.site import Kernel, NearMiss, Output, Replacement, Site, in_order
+from k3fuse.rewriter.site import (
+    Ahead,
+    Kernel,
+    NearMiss,
+    Output,
+    Read,
+    Replacement,
+    Site,
+    in_order,
+)
 from k3fuse.rewriter.target import Target
 from k3fuse.rewriter.view import GraphView, op_of, shape_of
 
@@ -267,3 +276,12 @@ class OutputProjection(Pattern):
     def kernel(self, site: Site, target: Target) -> Kernel | None:
         """The policy's row for M."""
         return pick(TABLE, site, target)
+
+    def reads(self, site: Site, target: Target) -> tuple[Read, ...]:
+        """The weight, whole."""
+        return (read(site.operands["weight"], target),)
+
+    def ahead(self, site: Site, target: Target) -> Ahead | None:
+        """Beside its exchange; without one there is nothing to wait for."""
+        found: Projected = site.facts[0]
+        return None if found.reduce is None else ahead(site, target, found.reduce.group)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 import torch
+from torch import fx
 
 from k3fuse.kernels.common.policy import MAX_M, Row, Table
+from k3fuse.kernels.prefetch import policy as prefetch
+from k3fuse.kernels.prefetch.builder import MAX_RANGES
 from k3fuse.patterns.symbols import M
 from k3fuse.patterns.workbench import facts
-from k3fuse.rewriter.site import Kernel, Site
+from k3fuse.rewriter.site import Ahead, Kernel, Read, Site
 from k3fuse.rewriter.target import Target
+from k3fuse.rewriter.view import shape_of
 
 
 def pick(
@@ -60,6 +65,35 @@ def others_share(
     ranks = max(target.tp, 1)
     left = sum(n - n // ranks for n in rows if isinstance(n, int))
     return left * columns * dtype.itemsize
+
+
+def read(weight: fx.Node, target: Target, group: str = "", split: object = 0) -> Read:
+    """A weight [N, K] that a site's op reads, for whoever asks for it early.
+
+    split: leading rows of which each rank of the group reads a share; on the reference none.
+    """
+    shape = shape_of(weight)
+    rows, size = shape[0], weight.meta["val"].element_size()
+    if not all(isinstance(n, int) for n in shape):
+        return Read(weight, 0)
+    whole = math.prod(shape) * size
+    if target.is_reference or not isinstance(split, int) or not split:
+        return Read(weight, whole)
+    own = split // max(target.tp, 1) + rows - split
+    return Read(weight, whole // rows * own, split, group, 1 + (split < rows))
+
+
+def ahead(site: Site, target: Target, group: str) -> Ahead | None:
+    """What an op that exchanges rows over `group` may ask for; None for a target without rows."""
+    rows = prefetch.ROWS.get(target.name)
+    if not rows:
+        return None
+    value = site.values[M]
+    # A symbolic count is decided at run time, and counted by the first row, as in `pick`.
+    row = prefetch.row_of(target.name, int(value)) if value.is_Integer else rows[0]
+    against = "" if row is not None else f"the policy has no row for M = {value}"
+    launches = 0 if target.is_reference or row is None else row.launches
+    return Ahead(prefetch.MOST_BYTES, MAX_RANGES, launches, group, against)
 
 
 def _name(row: Row) -> str:

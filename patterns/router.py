@@ -23,14 +23,14 @@ from k3fuse.patterns.moe import (
     row_nodes,
     tp_group,
 )
-from k3fuse.patterns.policy import others_share, pick
+from k3fuse.patterns.policy import others_share, pick, read
 from k3fuse.rewriter.canonical import dtype_of
 from k3fuse.rewriter.guards import Guard, Value
 from k3fuse.rewriter.pattern import Pattern
 from k3fuse.rewriter.reasons import Code
 from k3fuse.rewriter.recognise.linear import Linear
 from k3fuse.rewriter.recognise.routing import Routing
-from k3fuse.rewriter.site import Kernel, NearMiss, Output, Replacement, Site, in_order
+from k3fuse.rewriter.site import Kernel, NearMiss, Output, Read, Replacement, Site, in_order
 from k3fuse.rewriter.target import Target
 from k3fuse.rewriter.view import GraphView, shape_of
 
@@ -240,6 +240,12 @@ class Router(Pattern):
         rows = [f.n for f in (gate, latent) if f is not None]
         unread = others_share(rows, gate.k, gate.dtype, target)
         return pick(TABLE, site, target, unread=unread)
+
+    def reads(self, site: Site, target: Target) -> list[Read]:
+        """This rank's rows of gate and latent weight; gate and up of its shared expert, whole."""
+        gate, latent, _, group, *_ = site.facts
+        split = [read(f.weight, target, group, f.n) for f in (gate, latent) if f is not None]
+        return split + [read(weight, target) for weight in site.operands.get("shared", ())]
 
 
 def hidden(opaque: OpaqueExperts) -> str:

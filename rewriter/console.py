@@ -93,12 +93,22 @@ def report_text(saved: SavedReport) -> list[Any]:
             "launches a layer after the rewrite (counted by policy): "
             f"KDA {counts['kda_layer']}, MLA {counts['mla_layer']}"
         )
+    if ahead := prefetch_text(saved.sites):
+        parts.append(ahead)
     nodes = d["nodes"]
     parts.append(
         f"{nodes['before']} -> {nodes['after']} nodes, rewritten in {d['seconds']:.2f} s, "
         f"checked: {d['validated']}"
     )
     return parts
+
+
+def prefetch_text(sites: list[dict[str, Any]]) -> str:
+    """What accepted sites ask for ahead of its readers; "" for nothing."""
+    sizes = [s["prefetched_bytes"] for s in sites if s.get("prefetched_bytes")]
+    if not sizes:
+        return ""
+    return f"L2 prefetch: {len(sizes)} sites ask for {sum(sizes)} bytes of later weights on a rank"
 
 
 def reasons(sites: list[dict[str, Any]]) -> list[str]:

@@ -17,7 +17,8 @@ from k3fuse.rewriter import safety
 from k3fuse.rewriter.edit import Editor
 from k3fuse.rewriter.options import Options
 from k3fuse.rewriter.pattern import Pattern, load_patterns
-from k3fuse.rewriter.plan import Planner, edit, is_plain_view, join, same_values
+from k3fuse.rewriter.plan import Planner, Unit, edit, is_plain_view, join, same_values
+from k3fuse.rewriter.prefetch import with_prefetch
 from k3fuse.rewriter.reasons import Code, Reason
 from k3fuse.rewriter.record import Recorder
 from k3fuse.rewriter.report import Report
@@ -119,14 +120,17 @@ def _rewrite(
     if consent is not None and (objection := consent(report)) is not None:
         for site in report.found:
             site.refuse(objection)
+    ready = None
+    if report.found and not options.dry_run:
+        ready = _plan(module, view, loaded, report, target, options, phase)
     recorder = Recorder(report) if texts or options.dump_dir else None
     if recorder is not None:
         with phase("record"):
             named = {n: x for n in view.nodes if (x := _layer_named(n)) is not None}
             recorder.before(view, named)
     made: dict[int, tuple[fx.Node, ...]] = {}
-    if report.found and not options.dry_run:
-        made = _apply(module, view, loaded, report, target, options, phase, recompile=recompile)
+    if ready is not None:
+        made = _apply(module, *ready, report, options, phase, recompile=recompile)
     if recorder is not None:
         with phase("record"):
             recorder.after(made)
@@ -135,20 +139,31 @@ def _rewrite(
     return report
 
 
-def _apply(
+def _plan(
     module: fx.GraphModule, view: GraphView, patterns: tuple[Pattern, ...], report: Report,
-    target: Target, options: Options, phase: Phase, *, recompile: bool,
-) -> dict[int, tuple[fx.Node, ...]]:  # fmt: skip
-    """Edit and verify; id of each rewritten site -> its new nodes."""
+    target: Target, options: Options, phase: Phase,
+) -> tuple[Editor, list[Unit]]:  # fmt: skip
+    """What takes the place of every site; nothing is edited."""
     with phase("edit"):
-        before = snapshot(module.graph)
         editor = Editor(module)
         planner = Planner(view, patterns, target, editor)
         planned = planner.units(report.found)
     if options.validate == "values":
         with phase("values"):
             planned = same_values(planner, planned, report)
+    if options.prefetch:
+        with phase("prefetch"):
+            planned = with_prefetch(view, patterns, target, planned)
+    return editor, planned
+
+
+def _apply(
+    module: fx.GraphModule, editor: Editor, planned: list[Unit], report: Report, options: Options,
+    phase: Phase, *, recompile: bool,
+) -> dict[int, tuple[fx.Node, ...]]:  # fmt: skip
+    """Edit and verify; id of each rewritten site -> its new nodes."""
     with phase("edit"):
+        before = snapshot(module.graph)
         made = edit(editor, planned)
         if editor.events:
             editor.finish(recompile=recompile)

@@ -20,9 +20,13 @@ class FakeResults:
         self._seen: dict[Any, list[torch.Tensor]] = {}
 
     def of(self, op: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """Results for arguments that hold nodes (their meta["val"]), Reshaped nodes or literals."""
+        """Results for arguments that hold nodes (their meta["val"]), Reshaped nodes or literals.
+
+        kwargs: names to nodes, lists of them, or literals.
+        """
         if "composition" in kwargs:
             kwargs = {**kwargs, "composition": ""}  # no part of the results, and long
+        kwargs = {name: _fake(value) for name, value in kwargs.items()}
         values = tuple(_fake(arg) for arg in args)
         flat = [v for value in values for v in (value if isinstance(value, list) else [value])]
         mode = next((m for v in flat if (m := getattr(v, "fake_mode", None))), None)

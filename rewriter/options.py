@@ -47,7 +47,9 @@ class Options:
     batch_invariant: one engine for all token counts of the policy, so that a token's bits do not
     depend on the batch that it is in. row_sharded: rows of weights that all ranks have alike (q_a
     and kv_a of latent attention) are split over the ranks, at the price of an exchange a layer; off
-    until a GPU says that it pays. A site that cannot be split is refused.
+    until a GPU says that it pays. A site that cannot be split is refused. prefetch: ops that
+    exchange rows with other ranks ask for the next weights beside it, in a launch of its own; off
+    until a GPU says that it pays. No value depends on it.
     """
 
     target: Target | None = None
@@ -65,6 +67,7 @@ class Options:
     groups: Mapping[str, int] = field(default_factory=dict)
     batch_invariant: bool = False
     row_sharded: bool = False
+    prefetch: bool = False
 
     def __post_init__(self) -> None:
         for name, value, known in (
@@ -105,7 +108,7 @@ class Options:
                 raise OptionError(f"option {name}={value!r} is a string; use a list")
             if value is not None:
                 values[name] = tuple(value)
-        for name in ("plan", "strict", "dry_run", "batch_invariant", "row_sharded"):
+        for name in ("strict", "plan", "dry_run", "batch_invariant", "row_sharded", "prefetch"):
             if name in values and not isinstance(values[name], bool):
                 raise OptionError(f"option {name}={values[name]!r} is no bool; use True or False")
         return cls(**values)
@@ -124,14 +127,14 @@ class Options:
 
 def _environment() -> dict[str, Any]:
     """K3FUSE_TARGET, _DUMP_DIR, _LOG, _DISABLE, _ONLY_LAYERS, _STRICT, _PLAN, _DRY_RUN, _VALIDATE,
-    _INNER, _BATCH_INVARIANT and _ROW_SHARDED.
+    _INNER, _BATCH_INVARIANT, _ROW_SHARDED and _PREFETCH.
     """
     found: dict[str, Any] = {}
     for name in ("target", "dump_dir", "log", "validate", "inner"):
         text = os.environ.get(f"K3FUSE_{name.upper()}")
         if text:
             found[name] = text
-    for name in ("strict", "plan", "dry_run", "batch_invariant", "row_sharded"):
+    for name in ("strict", "plan", "dry_run", "batch_invariant", "row_sharded", "prefetch"):
         text = os.environ.get(f"K3FUSE_{name.upper()}")
         if text:
             if text not in ("0", "1"):

@@ -8,7 +8,7 @@ from importlib.metadata import entry_points
 from typing import ClassVar
 
 from k3fuse.rewriter.guards import Guard
-from k3fuse.rewriter.site import HandOver, Kernel, NearMiss, Replacement, Site
+from k3fuse.rewriter.site import Ahead, HandOver, Kernel, NearMiss, Read, Replacement, Site
 from k3fuse.rewriter.target import Target
 from k3fuse.rewriter.view import GraphView
 
@@ -50,6 +50,14 @@ class Pattern(ABC):
         together.
         """
         return iter(())
+
+    def reads(self, site: Site, target: Target) -> Sequence[Read]:
+        """Weights that the site's op reads, in its order; none that depend on a value."""
+        return ()
+
+    def ahead(self, site: Site, target: Target) -> Ahead | None:
+        """What the site's op can ask for ahead of later ops; None where it takes no weights."""
+        return None
 
 
 def load_patterns() -> tuple[Pattern, ...]:

@@ -166,7 +166,14 @@ class Report:
             f"checked: {self.validated}"
         )
         lines.append(tail + (f", options: {options}" if options else ""))
+        if self.prefetched_bytes:
+            lines[-1] += f", prefetch: {self.prefetched_bytes} bytes"
         return "\n".join(lines)
+
+    @property
+    def prefetched_bytes(self) -> int:
+        """Bytes that accepted sites ask for ahead of their readers, on one rank."""
+        return sum(s.prefetched_bytes for s in self.found)
 
     def reason_lines(self) -> list[str]:
         """Why sites were not taken, most frequent first, one line each."""
@@ -204,6 +211,7 @@ def site_json(site: Site) -> dict[str, Any]:
         "kernel": site.kernel.name if site.kernel else None,
         "launches": site.kernel.launches if site.kernel else None,
         "policy": site.kernel.policy if site.kernel else None,
+        **({"prefetched_bytes": site.prefetched_bytes} if site.prefetched else {}),
         "built": dict(site.kernel.built) if site.kernel else {},
         "anchor": site.anchor.name,
         "nodes": len(site.nodes),

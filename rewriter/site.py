@@ -75,6 +75,37 @@ class Kernel:
     built: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, compare=False)
 
 
+@dataclass(frozen=True)
+class Read:
+    """A weight that the op in a site's place reads. split, group: the leading rows of which each
+    rank of the group reads an equal share (0: none); ranges: runs of bytes that this rank reads.
+
+    bytes: that this rank reads, 0 where the size is not fixed.
+    """
+
+    weight: fx.Node
+    bytes: int
+    split: int = 0
+    group: str = ""
+    ranges: int = 1
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """An op takes weights of later ops as keyword arguments, and asks for them early.
+
+    `prefetch` holds them, `prefetch_split` the split of each. most_bytes, most_ranges: of one call;
+    it leaves out what is beyond. launches: that it makes more for it. group: of its exchange.
+    against: why the policy leaves this call out, "" where it does not.
+    """
+
+    most_bytes: int
+    most_ranges: int
+    launches: int
+    group: str
+    against: str = ""
+
+
 @dataclass
 class Site:
     """One match.
@@ -83,6 +114,7 @@ class Site:
     operands: named operands for the pattern's replacement (nodes, lists of nodes, None).
     outputs: covered nodes that the rest of the graph may read. facts: the pattern's own record.
     outside_layers: the site belongs to no layer (the mix behind the last one).
+    prefetched: weight and bytes of it that the op asks for early, on one rank.
     before, after: texts; pieces: keys of the report's graph pieces, "before" and "after";
     frames: model lines of the anchor, innermost last; lines: those of all its nodes.
     """
@@ -102,6 +134,7 @@ class Site:
     reasons: list[Reason] = field(default_factory=list)
     guards: list[GuardResult] = field(default_factory=list)
     kernel: Kernel | None = None
+    prefetched: tuple[tuple[str, int], ...] = ()
     new_node: str = ""
     before: str = ""
     after: str = ""
@@ -110,6 +143,11 @@ class Site:
     lines: list[str] = field(default_factory=list)
     pieces: dict[str, str] = field(default_factory=dict)
     hand_over: HandOver | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def prefetched_bytes(self) -> int:
+        """Bytes that the op asks for ahead of their readers, on one rank."""
+        return sum(size for _, size in self.prefetched)
 
     def operand_nodes(self) -> list[fx.Node]:
         """All operand nodes, lists flattened, without repeats, in order."""

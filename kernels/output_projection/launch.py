@@ -17,6 +17,8 @@ from k3fuse.kernels.output_projection.builder import BUILDER
 from k3fuse.kernels.output_projection.config import CONSUMER, FUSED, PRODUCER
 from k3fuse.kernels.output_projection.policy import FUSED as FUSED_KERNEL
 from k3fuse.kernels.output_projection.policy import TWO_SHOT
+from k3fuse.kernels.prefetch.launch import NOTHING, Ahead
+from k3fuse.kernels.prefetch.launch import launch as prefetch
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ def launch(
     x: Tensor,
     weight: Tensor,
     residual: Residual,
+    ahead: Ahead = NOTHING,
     *,
     runtime: Runtime = RUNTIME,
     space: Callable[[str, int], Workspace] = workspace,
@@ -83,7 +86,7 @@ def launch(
 
     x [M, K] and the residual rows may have any stride: rows that the kernels cannot read in place
     are copied first. weight [H, K] must be contiguous and 16-byte aligned, as all weights.
-    Raises ExchangeError, LaunchError.
+    ahead: weights of later ops, prefetched beside the exchange. Raises ExchangeError, LaunchError.
     """
     _, tp = chip_of(target)
     mailboxes = space(group, tp)
@@ -112,6 +115,8 @@ def launch(
         "eps": float_bits(residual.eps),
         "out_eps": float_bits(residual.out_eps),
     }
+    # Before the first kernel: the second of a pair may start on the word of the first alone.
+    prefetch(target, x.shape[0], ahead, mailboxes.rank, runtime=runtime)
     for variant in variants(row, target, residual.form, mailboxes.multicast):
         runtime.kernel(variant)(*(values[name] for name in parameter_names(variant)))
     return [out, new_prefix]

@@ -13,17 +13,20 @@ from k3fuse.kernels.common.library import register
 from k3fuse.kernels.output_projection import reference
 from k3fuse.kernels.output_projection.launch import Form, Residual, launch
 from k3fuse.kernels.output_projection.policy import TABLE
+from k3fuse.kernels.prefetch.launch import SCHEMA as AHEAD
+from k3fuse.kernels.prefetch.launch import given
 
 ATTN_RES = "output_projection_attn_res"
 ATTN_RES_SCHEMA = (
     f"{ATTN_RES}(Tensor x, Tensor weight, Tensor? prefix, Tensor[] blocks, int num_blocks, "
     "Tensor score_norm_weight, Tensor score_proj_weight, Tensor? out_norm_weight, float eps, "
-    "float out_eps, bool round_mix, *, str target, str group, str composition) -> Tensor[]"
+    "float out_eps, bool round_mix, *, str target, str group, str composition, "
+    f"{AHEAD}) -> Tensor[]"
 )
 ADD_RMS_NORM = "output_projection_add_rms_norm"
 ADD_RMS_NORM_SCHEMA = (
     f"{ADD_RMS_NORM}(Tensor x, Tensor weight, Tensor residual, Tensor norm_weight, float eps, "
-    "str rounding, *, str target, str group, str composition) -> Tensor[]"
+    f"str rounding, *, str target, str group, str composition, {AHEAD}) -> Tensor[]"
 )
 
 
@@ -66,7 +69,10 @@ def _run_attn_res(
     target: str,
     group: str,
     composition: str,
+    prefetch: Sequence[Tensor] | None = None,
+    prefetch_split: Sequence[int] = (),
 ) -> list[Tensor]:
+    ahead = given(prefetch, prefetch_split)
     arguments = (
         x,
         weight,
@@ -104,6 +110,7 @@ def _run_attn_res(
                 eps,
                 out_eps,
             ),
+            ahead,
         ),
     )
 
@@ -124,8 +131,11 @@ def _fake_attn_res(
     target: str,
     group: str,
     composition: str,
+    prefetch: Sequence[Tensor] | None = None,
+    prefetch_split: Sequence[int] = (),
 ) -> list[Tensor]:
     TABLE.lookup(target, 1)
+    given(prefetch, prefetch_split)
     specs = _attn_res_specs(
         x,
         weight,
@@ -163,8 +173,11 @@ def _run_add_rms_norm(
     target: str,
     group: str,
     composition: str,
+    prefetch: Sequence[Tensor] | None = None,
+    prefetch_split: Sequence[int] = (),
 ) -> list[Tensor]:
     flags = check.flags("rounding", rounding, reference.ROUNDING)
+    ahead = given(prefetch, prefetch_split)
     return dispatch.run(
         TABLE,
         ADD_RMS_NORM,
@@ -198,6 +211,7 @@ def _run_add_rms_norm(
                 eps,
                 eps,
             ),
+            ahead,
         ),
     )
 
@@ -213,8 +227,11 @@ def _fake_add_rms_norm(
     target: str,
     group: str,
     composition: str,
+    prefetch: Sequence[Tensor] | None = None,
+    prefetch_split: Sequence[int] = (),
 ) -> list[Tensor]:
     TABLE.lookup(target, 1)
+    given(prefetch, prefetch_split)
     specs = _add_rms_norm_specs(x, weight, residual, norm_weight, rounding)
     return [spec.empty(x) for spec in specs]
 

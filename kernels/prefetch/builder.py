@@ -13,6 +13,8 @@ from k3fuse.kernels.build.sizes import merged, need
 from k3fuse.kernels.build.variant import Parameter, Plan, Variant, check_arch, pairs
 
 MAX_RANGES = 16
+# Kernels are built for so many ranges; a launch with fewer leaves the last ones empty.
+RANGES = (4, 8, MAX_RANGES)
 MAX_CTAS = 64
 CHUNK = 16_384  # bytes of one request
 THREADS = 32
@@ -41,8 +43,8 @@ class Prefetch:
         return Variant(self.op, f"r{ranges}_c{ctas}", arch, pairs(sizes), pairs(tuning))
 
     def variants(self, arch: str) -> tuple[Variant, ...]:
-        """The one of eight ranges."""
-        return (self.variant(arch, {}, {}),)
+        """One for each of RANGES."""
+        return tuple(self.variant(arch, {"ranges": ranges}, {}) for ranges in RANGES)
 
     def plan(self, variant: Variant) -> Plan:
         """One warp a CTA."""

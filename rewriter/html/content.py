@@ -10,7 +10,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from k3fuse.rewriter.console import reasons
+from k3fuse.rewriter.console import prefetch_text, reasons
 from k3fuse.rewriter.html.picture import svg
 from k3fuse.rewriter.reasons import without_node
 
@@ -29,6 +29,7 @@ def content(document: dict[str, Any], ranks: Sequence[dict[str, Any]] = ()) -> d
         "report": document,
         "counts": _counts(document),
         "reasons": reasons(document["sites"]),
+        "prefetch": prefetch_text(document["sites"]),
         "grid": _grid(sites, list(document["patterns"]), number),
         "groups": groups,
         "whynot": [g for g in groups if g["outcome"] != "found"],
@@ -141,6 +142,7 @@ def _own(site: dict[str, Any]) -> dict[str, Any]:
         "kernel": site["kernel"],
         "policy": site.get("policy"),
         "launches": site.get("launches"),
+        "prefetched_bytes": site.get("prefetched_bytes", 0),
         "built": site.get("built") or {},
         "values": site.get("values") or {},
         "guards": site.get("guards") or [],

@@ -28,8 +28,9 @@ class Case:
         return [result] if isinstance(result, Tensor) else list(result)
 
     def tensors(self) -> list[Tensor]:
+        """Of the arguments, then of the keyword arguments."""
         flat: list[Tensor] = []
-        for arg in self.args:
+        for arg in (*self.args, *self.kwargs.values()):
             flat.extend(a for a in (arg if isinstance(arg, list) else [arg]) if _is_tensor(a))
         return flat
 
@@ -311,3 +312,12 @@ def tail(draw: Draw, m: int, latent: int, h: int) -> Case:
         1e-5,
     )
     return Case(K3.tail.default, args, dict(LOCAL))
+
+
+def prefetching(draw: Draw, case: Case, split: bool = True) -> Case:
+    """The same call with weights that later ops read; some of their rows split over the ranks."""
+    weights = [draw.weight(16 * draw.pick(1, 2), draw.pick(1, 9)) for _ in range(draw.pick(1, 3))]
+    more: dict[str, Any] = {"prefetch": weights}
+    if split:
+        more["prefetch_split"] = [16 * draw.pick(0, 1) for _ in weights]
+    return Case(case.op, case.args, {**case.kwargs, **more})

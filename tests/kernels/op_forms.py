@@ -16,6 +16,7 @@ from op_cases import (
     mixed,
     output_add_rms_norm,
     output_attn_res,
+    prefetching,
     router,
     router_front,
     row_sharded,
@@ -68,6 +69,12 @@ FORMS: dict[str, Builder] = {
     ),
     "output_projection_add_rms_norm/all": lambda d, m: output_add_rms_norm(
         d, m, d.pick(1, 20), d.pick(2, 40), _R[d.pick(0, 3)]
+    ),
+    "output_projection_attn_res/prefetch": lambda d, m: prefetching(
+        d, output_attn_res(d, m, d.pick(1, 20), 8, 2, prefix=True, bank=True, norm=True)
+    ),
+    "output_projection_add_rms_norm/prefetch": lambda d, m: prefetching(
+        d, output_add_rms_norm(d, m, d.pick(1, 20), d.pick(2, 40), ""), split=False
     ),
     "router_front/latent": lambda d, m: router_front(
         d, m, d.pick(1, 20), d.pick(1, 20), d.pick(1, 9)

@@ -39,7 +39,9 @@ class Everything(nn.Module):
 
         results: list[Tensor] = []
         for case in self.cases:
-            results += Case(case.op, tuple(map(replaced, case.args)), case.kwargs)()
+            args = tuple(map(replaced, case.args))
+            kwargs = {name: replaced(value) for name, value in case.kwargs.items()}
+            results += Case(case.op, args, kwargs)()
         return results
 
 

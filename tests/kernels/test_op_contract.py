@@ -12,7 +12,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from compare import digest
 from k3fuse.kernels.common.registry import OPS
-from op_cases import Case, Draw, attention_projection, attn_res, experts, mixed, router, tail
+from op_cases import (
+    Case,
+    Draw,
+    attention_projection,
+    attn_res,
+    experts,
+    mixed,
+    output_add_rms_norm,
+    router,
+    tail,
+)
 from op_forms import FORMS
 
 SHAPES_PER_OP = 200
@@ -43,7 +53,8 @@ def _faked(case: Case) -> Case:
         with mode:
             return case.op(*args, **kwargs)
 
-    return Case(op, tuple(fake(a) for a in case.args), case.kwargs)
+    kwargs = {name: fake(value) for name, value in case.kwargs.items()}
+    return Case(op, tuple(fake(a) for a in case.args), kwargs)
 
 
 def _fake_outputs(case: Case) -> list[Tensor]:
@@ -64,8 +75,10 @@ def _written(case: Case) -> list[bool]:
     """For each tensor of the call: whether the schema says that the op writes it."""
     flags: list[bool] = []
     schema = getattr(case.op, "_schema", None)
-    for i, arg in enumerate(case.args):
-        info = schema.arguments[i].alias_info if schema is not None else None
+    by_name = {a.name: a.alias_info for a in schema.arguments} if schema is not None else {}
+    infos = [*by_name.values()][: len(case.args)] + [by_name.get(name) for name in case.kwargs]
+    for i, arg in enumerate((*case.args, *case.kwargs.values())):
+        info = infos[i] if infos else None
         count = len(Case(None, (arg,)).tensors())
         flags += [info is not None and info.is_write] * count
     return flags
@@ -152,6 +165,11 @@ def _replace(case: Case, index: int, value: Any) -> Case:
     args = list(case.args)
     args[index] = value
     return Case(case.op, tuple(args), case.kwargs)
+
+
+def _prefetching(weights: list[Tensor], split: list[int]) -> Case:
+    case = output_add_rms_norm(Draw(1), 2, 4, 8, "")
+    return Case(case.op, case.args, {**case.kwargs, "prefetch": weights, "prefetch_split": split})
 
 
 def _projection() -> Case:
@@ -348,6 +366,16 @@ REFUSALS: dict[str, tuple[Case, type[Exception], str]] = {
         ValueError,
         r"activation='gelu' for shared_gate_up; known: situ, silu",
     ),
+    "prefetch not dense": (
+        _prefetching([torch.zeros(8, 4).t()], []),
+        ValueError,
+        r"prefetch\[0\] has strides \(1, 4\)",
+    ),
+    "rows that a prefetched weight has not": (
+        _prefetching([torch.zeros(8, 4)], [9]),
+        ValueError,
+        r"prefetch_split\[0\]=9; prefetch\[0\] has 8 rows",
+    ),
     "other M": (
         _replace(tail(Draw(1), 2, 4, 4), 1, torch.zeros(3, 4, dtype=torch.bfloat16)),
         ValueError,
@@ -363,7 +391,9 @@ def test_refused_arguments(name: str) -> None:
         case()
 
 
-@pytest.mark.parametrize("name", ["columns not dense", "other K", "top_k", "one scale"])
+@pytest.mark.parametrize(
+    "name", ["columns not dense", "other K", "top_k", "one scale", "prefetch not dense"]
+)
 def test_shape_errors_appear_while_tracing(name: str) -> None:
     case, error, message = REFUSALS[name]
     with pytest.raises(error, match=message):
@@ -395,5 +425,7 @@ def test_controls_of_the_refusals_run() -> None:
         experts(Draw(1), 2, 4, 4, 2, 1, shared=4),
         _mixed(),
         tail(Draw(1), 2, 4, 4),
+        _prefetching([torch.zeros(8, 4)], [8]),
+        _prefetching([], []),
     ):
         assert all(t.isfinite().all() for t in case())

@@ -43,7 +43,7 @@ def run(size: int, form: str, inner: str, tokens: int, folder: Path) -> list[dic
         (1, "list", "eager", 64),
         (1, "bank", "aot_eager", 24),
         (2, "list", "eager", 24),
-        (4, "bank", "eager", 24),
+        (4, "bank", "eager prefetch", 24),
         # As long as on one rank: a minute of two cores more.
         pytest.param(2, "list", "eager", 64, marks=pytest.mark.nightly),
         pytest.param(4, "bank", "eager", 64, marks=pytest.mark.nightly),
@@ -62,6 +62,7 @@ def test_rewritten_model_equals_the_original(
         assert rank["equal_tokens"] == rank["tokens"]
         assert rank["worst"]["logits"] <= 1.0
         assert rank["worst"]["state"] <= 1.0
+        assert (rank["prefetched"] > 2) == inner.endswith("prefetch")
     assert len({rank["hash"] for rank in ranks}) == 1
 
 

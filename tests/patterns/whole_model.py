@@ -80,6 +80,8 @@ def main(size: int, rank: int, tokens: int, form: str, inner: str, store: str, o
     if inner == "spoiled":
         spoil()
         inner = "eager"
+    # "eager prefetch": with that option.
+    inner, *more = inner.split()
     if size > 1:
         dist.init_process_group("gloo", init_method=f"file://{store}", world_size=size, rank=rank)
     model = build(size, rank, form)
@@ -91,6 +93,7 @@ def main(size: int, rank: int, tokens: int, form: str, inner: str, store: str, o
         "log": "off",
         "strict": True,
         "expect": CONFIG.expected_sites(),
+        **dict.fromkeys(more, True),
     }
     compiled = torch.compile(model, backend="k3fuse", options=options, fullgraph=True)
     actual = greedy_decode(compiled, ids, tokens)
@@ -104,6 +107,7 @@ def main(size: int, rank: int, tokens: int, form: str, inner: str, store: str, o
         "graphs": len(backend.reports()),
         "hand_overs": sum(s.hand_over is not None for s in report.sites) // 2,
         "hash": report.site_hash(),
+        "prefetched": sum(bool(s.prefetched) for s in report.found),
         "worst": compare(model, compiled),
     }
     Path(out).write_text(json.dumps(result))

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from k3fuse.rewriter import console
+from k3fuse.rewriter.html import page
 from k3fuse.rewriter.saved import SavedReport
 from reports import full_size
 
@@ -35,6 +36,21 @@ def shown(monkeypatch: pytest.MonkeyPatch, **environment: str) -> str:
     report = console.report_text(SavedReport(full_size()))
     console.emit(["[red]a coloured line[/red]", *report], None)
     return terminal.getvalue()
+
+
+def test_what_is_asked_for_ahead_is_one_line() -> None:
+    """In text and on the page; a report from before the option has none."""
+    document = full_size()
+    parts = console.report_text(SavedReport(document))
+    assert not any("L2 prefetch" in str(part) for part in parts)
+    assert "L2 prefetch" not in page.page(document)
+    for site, size in zip(document["sites"][1:], (100, 20), strict=False):
+        site["prefetched_bytes"] = size
+    line = "L2 prefetch: 2 sites ask for 120 bytes of later weights on a rank"
+    assert line in console.report_text(SavedReport(document))
+    text = page.page(document)
+    assert text.count(line) == 1
+    assert "100 bytes of later weights, on one rank" in text
 
 
 @pytest.mark.parametrize("width", [60, 100])

@@ -251,6 +251,7 @@ def test_an_expectation_that_is_not_met_is_counted() -> None:
         ({"plan": "yes"}, "option plan='yes' is no bool"),
         ({"batch_invariant": 1}, "option batch_invariant=1 is no bool"),
         ({"row_sharded": "mla"}, "option row_sharded='mla' is no bool"),
+        ({"prefetch": "next"}, "option prefetch='next' is no bool"),
     ],
 )
 def test_a_wrong_option_names_itself_and_the_fix(given: dict[str, Any], text: str) -> None:
@@ -291,6 +292,9 @@ def test_the_environment_fills_what_is_left_out(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("K3FUSE_BATCH_INVARIANT", "1")
     monkeypatch.setenv("K3FUSE_ROW_SHARDED", "1")
     assert (Options.make().batch_invariant, Options.make().row_sharded) == (True, True)
+    assert Options.make().prefetch is False
+    monkeypatch.setenv("K3FUSE_PREFETCH", "1")
+    assert Options.make().prefetch is True
     monkeypatch.setenv("K3FUSE_STRICT", "yes")
     with pytest.raises(OptionError, match="K3FUSE_STRICT='yes' is neither 0 nor 1"):
         Options.make()

@@ -68,6 +68,7 @@ FACTORS: dict[str, Callable[[pytest.MonkeyPatch], dict[str, str]]] = {
     "validation": lambda _: made({"validate": "values"}),
     "one engine": lambda _: made({"batch_invariant": True}),
     "rows shared out": lambda _: made({"row_sharded": True}),
+    "next weights": lambda _: made({"prefetch": True}),
     "group sizes": lambda _: made({"groups": {"tp:0": 8}}),
     "guard constant": lambda _: made(patterns=guard_constant()),
     "priority": lambda _: made(patterns=patterns_with(priority=999)),

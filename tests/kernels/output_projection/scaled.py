@@ -42,11 +42,20 @@ def one_cluster(built: Built) -> Built:
 class Scaled:
     """A kernel, or producer and consumer, for `tokens` tokens, behind AttnRes.
 
-    kernels: in stream order. cancels: the mix cancels, so its squares are summed directly.
+    kernels: in stream order. cancels: the mix cancels, so its squares are summed directly. ahead:
+    launches between AttnRes and them.
     """
 
-    def __init__(self, kernels: Sequence[Variant], tokens: int, *, cancels: bool = False) -> None:
+    def __init__(
+        self,
+        kernels: Sequence[Variant],
+        tokens: int,
+        *,
+        cancels: bool = False,
+        ahead: Sequence[Launch] = (),
+    ) -> None:
         self.kernels, self.m, self.cancels = list(kernels), tokens, cancels
+        self.ahead = list(ahead)
         self.config = config_of(kernels[-1])
         self.built = [store().get(variant) for variant in kernels]
 
@@ -93,7 +102,7 @@ class Scaled:
             "mailbox": box, "multicast": Multicast((box,)), "x": x, "x_pitch": HIDDEN,
             "weight": weight, "prefix": problem.prefix, "score_proj": problem.score_proj,
         }  # fmt: skip
-        launches = [Launch(before.launches[0].kernel, [given])]
+        launches = [Launch(before.launches[0].kernel, [given]), *self.ahead]
         for built in chosen:
             names = parameter_names(built.variant)
             launches.append(Launch(built, [{name: values[name] for name in names}]))
