@@ -74,9 +74,9 @@ def test_a_cluster_with_two_tokens(blocks: int) -> None:
 @NIGHTLY
 @pytest.mark.parametrize("tp", [8, 16])
 @pytest.mark.parametrize("blocks", range(9))
-def test_every_number_of_blocks_and_tokens(tp: int, blocks: int) -> None:
+def test_every_number_of_blocks(tp: int, blocks: int) -> None:
     variant = mixing(tp, blocks=blocks)
-    for m in range(1, 9):
+    for m in (1, 2, 7, 8):
         one(variant, mix_problem(variant, m, seed=m))
 
 

@@ -52,13 +52,13 @@ def test_the_kernel_with_attn_res(arch: str) -> None:
 @pytest.mark.parametrize("tp", [8, 16])
 @pytest.mark.parametrize("blocks", range(9))
 def test_every_kernel_with_attn_res(arch: str, tp: int, blocks: int) -> None:
-    for norm, round_mix in ((1, 0), (1, 1), (0, 0)):
-        for multicast, timeout in ((1, 0), (0, 1000)):
-            tuning = {
-                "blocks": blocks, "norm": norm, "round_mix": round_mix, "multicast": multicast,
-                "timeout": timeout,
-            }  # fmt: skip
-            fits(BUILDER.variant(arch, {"tp": tp}, tuning))
+    # Output norm, mix rounded before it, multicast, time-out: stores to every rank take addresses.
+    for norm, round_mix, multicast, timeout in ((1, 0, 1, 0), (1, 1, 0, 1000), (0, 0, 0, 0)):
+        tuning = {
+            "blocks": blocks, "norm": norm, "round_mix": round_mix, "multicast": multicast,
+            "timeout": timeout,
+        }  # fmt: skip
+        fits(BUILDER.variant(arch, {"tp": tp}, tuning))
 
 
 @pytest.mark.parametrize(
