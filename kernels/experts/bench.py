@@ -27,7 +27,7 @@ from k3fuse.kernels.experts import reference
 from k3fuse.kernels.experts.builder import config_of, k3
 from k3fuse.kernels.experts.cases import SITU, Problem, kernel, problem, routing
 from k3fuse.kernels.experts.launch import Operands, arrivals, partials
-from k3fuse.kernels.experts.policy import BLOCK, ENGINES, TABLE, TWIN
+from k3fuse.kernels.experts.policy import BLOCK, TABLE, engine_of
 
 BF16 = torch.bfloat16
 EXPERTS = 896
@@ -56,7 +56,7 @@ class Rank:
     ) -> None:
         self.device, self.tp, self.name = device, tp, f"tp{tp}"
         self.tokens, self.timed = tokens, timed
-        self.target, self.engine = f"gb300:tp{tp}", ENGINES.get(device.arch, TWIN)
+        self.target, self.engine = f"gb300:tp{tp}", engine_of(device.arch)
         chip_of(self.target)
         self.sizes = {**k3(tp, 64), **(shape or {})}
         m = max((*tokens, *timed))

@@ -52,7 +52,7 @@ SCALE_THREADS = 32 * SCALE_WARPS
 
 
 def fits_block(latent: int, inter: int) -> bool:
-    """Whether the engine covers an expert of this size."""
+    """Whether the engine covers an expert of this size, in the checkpoint's order."""
     width = inter // 8
     return inter % 64 == 0 and width <= MAX_WIDTH and latent % SPAN == 0
 
@@ -80,6 +80,11 @@ class BlockConfig(Config):
     def columns1(self) -> int:
         """Columns of a product of FC1: tokens, for each half."""
         return self.tokens * self.halves
+
+    @property
+    def box1(self) -> int:
+        """Rows of a box of FC1, of which a tile has one for gate and one for up."""
+        return self.width
 
     @property
     def line_rows(self) -> int:
@@ -123,6 +128,11 @@ class BlockConfig(Config):
     def stages2(self) -> int:
         """Stages of FC2 of one entry."""
         return self.tiles2 * self.tile_stages
+
+    @property
+    def rounds(self) -> int:
+        """Parts of FC2 that are waited for one by one: tiles."""
+        return self.tiles2
 
     @property
     def blocks8(self) -> int:
@@ -216,13 +226,13 @@ class BlockConfig(Config):
 
     @property
     def product2(self) -> int:
-        """Barriers: a tile of FC2 is done."""
+        """Barriers: a round of FC2 is done."""
         return self.product1 + 56
 
     @property
     def held(self) -> int:
         """The address in tensor memory."""
-        return self.product2 + 8 * self.tiles2
+        return self.product2 + 8 * self.rounds
 
     @property
     def totals(self) -> int:
@@ -275,9 +285,14 @@ class BlockConfig(Config):
         return self.token_scales + self.stages1 * PIECE
 
     @property
+    def second_bytes(self) -> int:
+        """Bytes of the scales of W in FC2."""
+        return self.stages2 * PIECE
+
+    @property
     def hidden_scales(self) -> int:
         """Scales of the hidden rows, a piece for 128 columns."""
-        return self.second_scales + self.stages2 * PIECE
+        return self.second_scales + self.second_bytes
 
     @property
     def hidden8(self) -> int:
@@ -295,10 +310,15 @@ class BlockConfig(Config):
         return min(MOST_STAGES, (SHARED_LIMIT - self.ring) // self.stage)
 
     @property
+    def filled_rows(self) -> int:
+        """Rows of a place of the ring that are filled before its first product."""
+        return min(self.tile_lines, 2 * self.width)
+
+    @property
     def unfilled(self) -> tuple[tuple[int, int], ...]:
         """(offset, bytes) of what products read and nobody may have filled: scales and hidden rows,
         and of each stage the rows that the smallest tile leaves, and those of tokens."""
-        low = min(self.tile_lines, 2 * self.width) * SPAN
+        low = self.filled_rows * SPAN
         size = TILE_BYTES - low + self.columns1 * SPAN
         tiles = ((self.ring + slot * self.stage + low, size) for slot in range(self.stages))
         return ((self.first_scales, self.ring - self.first_scales), *tiles)
@@ -342,7 +362,7 @@ class BlockConfig(Config):
     def tiles(self, name: str, experts: int) -> TileMap:
         """A tensor map, with rows for that many experts; with mxfp8 that many rows of x."""
         if name == "w13":
-            rows, box = experts * 2 * self.inter, (SPAN, self.width)
+            rows, box = experts * 2 * self.stored, (SPAN, self.box1)
             return TileMap("u4_padded", (self.latent, rows), (self.latent // 2,), box, SPAN)
         if name == "w2":
             rows, box = experts * self.latent // self.line_rows, (SPAN, self.tile_lines)

@@ -41,22 +41,23 @@ from k3fuse.kernels.experts.block_config import (
     SPAN,
     BlockConfig,
 )
+from k3fuse.kernels.experts.block_shuffled import end_barriers
 from k3fuse.kernels.experts.config import CLUSTER, NONE, THREADS, WARPS
 
 
 def arguments(config: BlockConfig) -> tuple[Any, ...]:
     """Stand-ins for the parameters and a stream; the number of experts is open."""
 
-    def packed(columns: int) -> Any:
-        return make_fake_tensor(
-            Float4E2M1FN, (sym_int32(), columns), (columns, 1), assumed_align=32
-        )
+    def packed(name: str) -> Any:
+        tiles = config.tiles(name, 1)
+        shape, pitch = (sym_int32(), tiles.dims[0]), 2 * tiles.strides[0]
+        return make_fake_tensor(Float4E2M1FN, shape, (pitch, 1), assumed_align=32)
 
     rows = sym_int32() if config.mxfp8 else config.clusters * config.m
     eights = make_fake_tensor(Uint8, (rows, config.latent), (config.latent, 1), assumed_align=16)
     return (
-        packed(config.latent),
-        packed(config.line),
+        packed("w13"),
+        packed("w2"),
         eights,
         tuple(Int64(0) for _ in config.addresses),
         tuple(Int32(0) for _ in config.sizes),
@@ -70,8 +71,9 @@ class BlockExperts:
     def __init__(self, config: BlockConfig) -> None:
         self.config = config
 
-    def map_of(self, tensor: Any, rows: int, internal: Any) -> Any:
-        """The copy atom of tiles of `rows` rows and 128 values."""
+    def map_of(self, name: str, tensor: Any, internal: Any) -> Any:
+        """The copy atom of the boxes of a map: rows of 128 values."""
+        rows = self.config.tiles(name, 1).box[1]
         plain = cute.make_ordered_layout((rows, SPAN), order=(1, 0))
         layout = cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, plain)
         load = cpasync.CopyBulkTensorTileG2SOp(CtaGroup.ONE)
@@ -92,9 +94,9 @@ class BlockExperts:
         """Launch; only its trace is used, for compilation."""
         config = self.config
         self.block_experts(
-            self.map_of(w13, config.width, Uint8),
-            self.map_of(w2, config.tile_lines, Uint8),
-            self.map_of(x8_tiles, 1, None),
+            self.map_of("w13", w13, Uint8),
+            self.map_of("w2", w2, Uint8),
+            self.map_of("x8_tiles", x8_tiles, None),
             addresses,
             sizes,
         ).launch(
@@ -203,12 +205,14 @@ class BlockExperts:
             barriers.init(base, config.product1)
             barriers.init(base, config.read1, READERS)
             barriers.init(base, config.scales1_there, SCALE_WARPS)
-            barriers.init(base, config.scales2_there, SCALE_WARPS)
+            barriers.init(base, config.scales2_there, 1 if config.shuffled else SCALE_WARPS)
             barriers.init(base, config.hidden_there, READERS)
             barriers.init(base, config.arrived)
             barriers.init(base, config.free, CLUSTER)
-            for tile in cutlass.range_constexpr(config.tiles2):
-                barriers.init(base, config.product2 + 8 * tile)
+            for turn in cutlass.range_constexpr(config.rounds):
+                barriers.init(base, config.product2 + 8 * turn)
+            for offset in end_barriers(config):
+                barriers.init(base, offset, 32)
             ptx.barrier_init_fence()
 
     @cute.jit

@@ -16,7 +16,13 @@ from k3fuse.kernels.common.device import ptx, tcgen05, vector
 from k3fuse.kernels.common.device.situ import situ
 from k3fuse.kernels.common.device.stream import bytes_of
 from k3fuse.kernels.experts import block_words, finish_device, words
-from k3fuse.kernels.experts.block_columns import first_column
+from k3fuse.kernels.experts.block_columns import (
+    first_column,
+    own_row,
+    shuffled_column,
+    shuffled_rows,
+    tile_row,
+)
 from k3fuse.kernels.experts.block_config import (
     BLOCK_PITCH,
     HALF,
@@ -28,6 +34,7 @@ from k3fuse.kernels.experts.block_config import (
 )
 from k3fuse.kernels.experts.block_fetch_device import entry_at
 from k3fuse.kernels.experts.block_scales_device import line_of, tell
+from k3fuse.kernels.experts.block_shuffled import ShuffledBlockConfig
 from k3fuse.kernels.experts.config import BLOCK, CLUSTER, NONE, UNIT
 
 MEETING = 2  # number of the barrier of these warps
@@ -82,11 +89,14 @@ def send(
         ptx.barrier_wait(base + Int32(config.free), (number + Int32(1)) % Int32(2), "cluster")
     column, quad = thread // Int32(2), thread % Int32(2)
     if column < config.width and quad < quads:
-        gates = row_sums(config, base, column, quad)
-        ups = row_sums(config, base, column + Int32(config.width), quad)
+        up, gate = column + Int32(config.width), column
+        whole = part * Int32(config.width) + column
+        if cutlass.const_expr(config.shuffled):
+            up, gate, whole = shuffled_rows(config, part, column)
+        gates = row_sums(config, base, gate, quad)
+        ups = row_sums(config, base, up, quad)
         betas = ptx.as_f32(given.beta), ptx.as_f32(given.linear_beta)
         made = [situ(gate, up, *betas) for gate, up in zip(gates, ups, strict=True)]
-        whole = part * Int32(config.width) + column
         place = hidden_at(rows, whole, quad * Int32(QUAD))
         for cta in cutlass.range_constexpr(CLUSTER):
             words.send16(place, made, arrived, cta)
@@ -177,10 +187,14 @@ def second(
     _, start, count = entry_at(config, base, entry)
     warp, lane = thread // Int32(32), thread % Int32(32)
     line = warp * Int32(32) + lane
-    for tile in cutlass.range_constexpr(config.tiles2):
-        ptx.barrier_wait(base + Int32(config.product2 + 8 * tile), entry % Int32(2))
+    for turn in cutlass.range_constexpr(config.rounds):
+        ptx.barrier_wait(base + Int32(config.product2 + 8 * turn), entry % Int32(2))
     tcgen05.after_wait()
-    column = first_column(config, part, Int32(0), line)
+    if cutlass.const_expr(config.shuffled):
+        column = shuffled_column(tile_row(config, part, Int32(0)) + line)
+    else:
+        column = first_column(config, part, Int32(0), line)
+    own = own_tiles(config, part, line)
     for unit in cutlass.range((count + Int32(UNIT - 1)) // Int32(UNIT), unroll=1):
         done = unit * Int32(UNIT)
         here = sums + Int32(config.tensor2) + done
@@ -194,14 +208,29 @@ def second(
                 address = given.rows + bytes_of(pair * Int32(config.latent) + column)
                 for tile in cutlass.range_constexpr(config.tiles2):
                     kept = [values[tile * config.line_rows + r][i] for r in range(config.line_rows)]
-                    store_row(config, address, tile, kept)
+                    store_row(config, address, tile, kept, own[tile])
     tcgen05.before_arrival()
 
 
-def store_row(config: BlockConfig, address: Any, tile: int, kept: list[Any]) -> None:
-    """A line's one or two columns of a pair."""
+def own_tiles(config: BlockConfig, part: Any, line: Any) -> list[Any]:
+    """Of each tile whether (1 or 0) its line is one of the CTA's; None where all are."""
+    if not isinstance(config, ShuffledBlockConfig):
+        return [None] * config.tiles2
+    return [
+        None
+        if config.whole_tile(tile)
+        else own_row(config, part, tile_row(config, part, Int32(tile)) + line)
+        for tile in range(config.tiles2)
+    ]
+
+
+def store_row(config: BlockConfig, address: Any, tile: int, kept: list[Any], own: Any) -> None:
+    """A line's one or two columns of a pair, where `own` is None or not 0."""
     offset = 2 * tile * config.tile_lines * config.line_rows
     word = ptx.pack([kept[0], kept[-1]])[0]
+    if own is not None:
+        words.store2_at_if(address, offset, word, own)
+        return
     store = words.store4_at if len(kept) == 2 else words.store2_at
     store(address, offset, word)
 

@@ -19,13 +19,14 @@ from k3fuse.kernels.common.device.stream import bytes_of
 from k3fuse.kernels.experts import block_words, words
 from k3fuse.kernels.experts.block_config import (
     HALF,
+    MMA_ROWS,
     PIECE,
     SCALE_THREADS,
     SCALE_WARPS,
     BlockConfig,
 )
 from k3fuse.kernels.experts.block_fetch_device import entry_at, row_of
-from k3fuse.kernels.experts.config import BLOCK, CLUSTER, THREADS
+from k3fuse.kernels.experts.config import BLOCK, CLUSTER, GROUP, THREADS
 from k3fuse.kernels.experts.finish_device import pair_at
 
 LANES = 4  # that share a block of x: 8 values each
@@ -196,6 +197,87 @@ def store_second(config: cutlass.Constexpr, base: Int32, held: cute.Tensor, thre
                 ptx.shared_store4(place, held[WORDS * turn + i])
 
 
+def turns_shuffled(config: BlockConfig) -> int:
+    """Stages of FC1 whose scales a thread arranges in the shuffled order."""
+    return -(-config.stages1 // SCALE_WARPS)
+
+
+@cute.jit
+def load_shuffled(
+    config: cutlass.Constexpr,
+    given: cutlass.Constexpr,
+    base: Int32,
+    held: cute.Tensor,
+    entry: Int32,
+    part: Int32,
+    thread: Int32,
+    policy: Int64,
+) -> None:
+    """As `load_first`. A thread has line l of a stage's piece: rows l, l + 32, ... of the tile.
+
+    Their words lie in the lines of one or two of the stored pieces.
+    """
+    expert, _, _ = entry_at(config, base, entry)
+    line, warp = thread % Int32(GROUP), thread // Int32(GROUP)
+    above = expert * Int32(2 * config.stored // MMA_ROWS)
+    for word in cutlass.range_constexpr(config.words1):
+        inside = line + Int32(GROUP * word)
+        row = part * Int32(config.box1) + inside
+        piece = (above + row // Int32(MMA_ROWS)) * Int32(config.blocks)
+        piece = piece + warp * Int32(config.halves)
+        start = given.w13_scale + piece.to(Int64) * Int64(PIECE)
+        start = start + line_of(row % Int32(MMA_ROWS)).to(Int64)
+        own = ptx.select(inside < Int32(config.box1), Int32(1), Int32(0))
+        for turn in cutlass.range_constexpr(turns_shuffled(config)):
+            stage = Int32(SCALE_WARPS * turn) + warp
+            valid = ptx.select(stage < Int32(config.stages1), own, Int32(0))
+            for half in cutlass.range_constexpr(config.halves):
+                offset = (SCALE_WARPS * turn * config.halves + half) * PIECE
+                place = (turn * config.halves + half) * config.words1 + word
+                held[place] = block_words.load4_once_if(start, offset, policy, valid)
+
+
+@cute.jit
+def store_shuffled(
+    config: cutlass.Constexpr, base: Int32, held: cute.Tensor, thread: Int32
+) -> None:
+    """Arrange a thread's lines of scales of W in FC1; halves of a tile have two words each."""
+    line, warp = thread % Int32(GROUP), thread // Int32(GROUP)
+    start = base + Int32(config.first_scales) + warp * Int32(PIECE) + line * Int32(16)
+    for turn in cutlass.range_constexpr(turns_shuffled(config)):
+        kept: list[Any] = [Int32(0)] * WORDS
+        for half in cutlass.range_constexpr(config.halves):
+            for word in cutlass.range_constexpr(config.words1):
+                place = (turn * config.halves + half) * config.words1 + word
+                kept[half * HALF // GROUP + word] = held[place]
+        if Int32(SCALE_WARPS * turn) + warp < Int32(config.stages1):
+            block_words.shared_store_words(start, kept, SCALE_WARPS * turn * PIECE)
+
+
+@cute.jit
+def copy_second(
+    config: cutlass.Constexpr,
+    given: cutlass.Constexpr,
+    base: Int32,
+    entry: Int32,
+    part: Int32,
+    thread: Int32,
+    policy: Int64,
+) -> None:
+    """The scales of W in FC2 of an entry in the shuffled order: pieces as they are stored."""
+    if thread == 0:
+        expert, _, _ = entry_at(config, base, entry)
+        start = part * Int32(config.rows2)
+        first = start // Int32(MMA_ROWS)
+        last = (start + Int32(config.rows2 - 1)) // Int32(MMA_ROWS)
+        size = (last - first + Int32(1)) * Int32(config.group2)
+        first = first + expert * Int32(config.latent // MMA_ROWS)
+        barrier = base + Int32(config.scales2_there)
+        ptx.barrier_expect(barrier, size)
+        source = given.w2_scale + first.to(Int64) * Int64(config.group2)
+        ptx.bulk_load_once(base + Int32(config.second_scales), source, size, barrier, policy)
+
+
 @cute.jit
 def tell(base: Int32, barrier: cutlass.Constexpr, lane: Int32) -> None:
     """This warp's pieces are there for the tensor core."""
@@ -206,7 +288,7 @@ def tell(base: Int32, barrier: cutlass.Constexpr, lane: Int32) -> None:
 
 
 @cute.jit
-def arrange(
+def arrange_rows(
     config: cutlass.Constexpr,
     given: cutlass.Constexpr,
     base: Int32,
@@ -216,11 +298,11 @@ def arrange(
     thread: Int32,
     policy: Int64,
 ) -> None:
-    """The scales of all entries, in the order of the products."""
+    """As `arrange`, in the checkpoint's order."""
     held1 = cute.make_rmem_tensor(WORDS * turns_of(2 * pieces1(config)), Int32)
     held2 = cute.make_rmem_tensor(WORDS * turns_of(pieces2(config)), Int32)
     lane = thread % Int32(32)
-    last = base + Int32(config.product2 + 8 * (config.tiles2 - 1))
+    last = base + Int32(config.product2 + 8 * (config.rounds - 1))
     if live > 0:
         load_first(config, given, base, held1, Int32(0), part, thread, policy)
         load_second(config, given, base, held2, Int32(0), part, thread, policy)
@@ -243,3 +325,60 @@ def arrange(
             tell(base, config.scales2_there, lane)
             if step < live:
                 load_second(config, given, base, held2, step, part, thread, policy)
+
+
+@cute.jit
+def arrange_shuffled(
+    config: cutlass.Constexpr,
+    given: cutlass.Constexpr,
+    base: Int32,
+    live: Int32,
+    part: Int32,
+    cluster: Int32,
+    thread: Int32,
+    policy: Int64,
+) -> None:
+    """As `arrange`, in the shuffled order.
+
+    Pieces of FC2 are not fetched an entry ahead: the hidden rows are exchanged in the meantime.
+    """
+    count = turns_shuffled(config) * config.halves * config.words1
+    held = cute.make_rmem_tensor(count, Int32)
+    lane = thread % Int32(32)
+    last = base + Int32(config.product2 + 8 * (config.rounds - 1))
+    if live > 0:
+        load_shuffled(config, given, base, held, Int32(0), part, thread, policy)
+    for step in cutlass.range(live + Int32(1), unroll=1):
+        if step < live:
+            if step > 0:
+                parity = (step + Int32(1)) % Int32(2)
+                ptx.barrier_wait(base + Int32(config.product1), parity)
+            store_shuffled(config, base, held, thread)
+            token_scales(config, given, base, step, cluster, thread)
+            tell(base, config.scales1_there, lane)
+            if step + Int32(1) < live:
+                load_shuffled(
+                    config, given, base, held, step + Int32(1), part, thread, policy
+                )  # fmt: skip
+        if step > 0:
+            if step > 1:
+                ptx.barrier_wait(last, step % Int32(2))
+            copy_second(config, given, base, step - Int32(1), part, thread, policy)
+
+
+@cute.jit
+def arrange(
+    config: cutlass.Constexpr,
+    given: cutlass.Constexpr,
+    base: Int32,
+    live: Int32,
+    part: Int32,
+    cluster: Int32,
+    thread: Int32,
+    policy: Int64,
+) -> None:
+    """The scales of all entries, in the order of the products."""
+    if cutlass.const_expr(config.shuffled):
+        arrange_shuffled(config, given, base, live, part, cluster, thread, policy)
+    else:
+        arrange_rows(config, given, base, live, part, cluster, thread, policy)

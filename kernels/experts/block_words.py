@@ -13,7 +13,7 @@ from typing import Any
 from cutlass import Int32, Int64
 
 from k3fuse.kernels.common.device import ptx
-from k3fuse.kernels.experts.block_config import MMA_ROWS, STEP, STEPS
+from k3fuse.kernels.experts.block_config import MMA_ROWS, STEP
 
 # Lines of 16 bytes without a swizzle, 128 bytes from 8 lines to the next, version 1.
 _PIECE = 1 << 46 | 128 >> 4 << 32
@@ -65,18 +65,18 @@ def multiply(
     a_scales: Any,
     b_scales: Any,
     tokens: int,
-    steps: list[tuple[int, int, int]],
+    steps: list[tuple[int, int, int, int]],
     keep: Any,
 ) -> None:
     """Add products of 32 columns each to `sums`; by the whole warp.
 
-    steps: of each product the number of 32 columns of a, of b, and the byte of b's scales; a's is
-    the first. keep: an Int32, 0 where the first product starts the sums.
+    steps: of each product the number of 32 columns of a, of b, and the bytes of their scales. keep:
+    an Int32, 0 where the first product starts the sums.
     """
     lines = [".reg .pred add, all; .reg .b64 a, b; .reg .b32 k; setp.ne.b32 all, 1, 0;"]
     lines.append("setp.ne.b32 add, $5, 0;")
-    for i, (of_a, of_b, byte) in enumerate(steps):
-        kind = instruction(tokens, of_a % STEPS, byte)
+    for i, (of_a, of_b, a_byte, b_byte) in enumerate(steps):
+        kind = instruction(tokens, a_byte, b_byte)
         lines.append(f"add.s64 a, $1, {of_a * STEP >> 4}; add.s64 b, $2, {of_b * STEP >> 4};")
         lines.append(f"mov.b32 k, {kind};")
         lines.append(_PRODUCT.format(add="all" if i else "add"))
@@ -141,6 +141,31 @@ def load16_once_if(address: Any, policy: Any, valid: Any) -> Any:
         " {$0,$1,$2,$3}, [$4], $5; }"
     )
     return ptx.asm(code, [Int32] * 4, address, policy, valid)
+
+
+def load4_once_if(address: Any, offset: int, policy: Any, valid: Any) -> Any:
+    """A word whose neighbours are read as well where `valid` is not 0, else 0."""
+    code = (
+        "{ .reg .pred p; setp.ne.s32 p, $3, 0; mov.b32 $0, 0;"
+        f" @p ld.global.nc.L2::cache_hint.b32 $0, [$1+{offset}], $2; }}"
+    )
+    return ptx.asm(code, [Int32], address, policy, valid)
+
+
+def copy8_once(
+    target: Any, target_offset: int, source: Any, source_offset: int, policy: Any
+) -> None:
+    """8 bytes of global memory to shared memory; who waits for `arrive_after_copies` has them."""
+    code = (
+        "cp.async.ca.shared.global.L2::cache_hint"
+        f" [$0+{target_offset}], [$1+{source_offset}], 8, $2;"
+    )
+    ptx.asm(code, [], target, source, policy)
+
+
+def arrive_after_copies(barrier: Any) -> None:
+    """Arrive at an mbarrier when all that this lane has copied by `copy8_once` is there."""
+    ptx.asm("cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", [], barrier)
 
 
 def count_bits(word: Any) -> Any:

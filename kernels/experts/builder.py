@@ -33,9 +33,11 @@ from k3fuse.kernels.build.variant import Plan, Variant, check_arch, pairs
 from k3fuse.kernels.common.geometry import HIDDEN
 from k3fuse.kernels.common.policy import MAX_M, TP_SIZES
 from k3fuse.kernels.experts.block_config import BlockConfig, fits_block
+from k3fuse.kernels.experts.block_shuffled import ShuffledBlockConfig, fits_shuffled
 from k3fuse.kernels.experts.config import (
     CLUSTER,
     CLUSTERS,
+    GROUP,
     SHARED_ROWS,
     TOP_K,
     WARPS,
@@ -91,10 +93,15 @@ class ExpertsBuilder:
         for flag in ("floor", "float_weights", "wide_ids", "shuffled", "mxfp8", "block"):
             need(self.op, tuning[flag] in (0, 1), flag, tuning[flag], "0 or 1")
         if tuning["block"]:
-            fits = arch in BLOCK_ARCHS and not tuning["shuffled"]
-            need(self.op, fits, "block", 1, f"0: {arch} has no tcgen05, or weights are shuffled")
+            need(self.op, arch in BLOCK_ARCHS, "block", 1, f"0: {arch} has no tcgen05")
             step = "a multiple of 64 up to 512 with block=1"
             need(self.op, fits_block(latent, inter), "inter", inter, step)
+            fits = not tuning["shuffled"] or fits_shuffled(latent, inter)
+            step = (
+                "192 or a multiple of 128 with block=1 and shuffled=1, and latent a multiple of "
+                f"{CLUSTER * GROUP}, which {latent} has to be"
+            )
+            need(self.op, fits, "inter", inter, step)
         if sizes["shared"] == 0:
             sizes["hidden"] = 0
         else:
@@ -108,10 +115,14 @@ class ExpertsBuilder:
         return Variant(self.op, made.name, arch, pairs(sizes), pairs(tuning))
 
     def variants(self, arch: str) -> tuple[Variant, ...]:
-        """Kimi K3 on 8 and on 16 ranks, for few and for many tokens."""
+        """Kimi K3 on 8 and on 16 ranks, for few and for many tokens.
+
+        Both orders of weights where the block-scaled engine is.
+        """
+        forms = [(0, 0), (1, 0), (1, 1)] if arch in BLOCK_ARCHS else [(0, 0)]
         return tuple(
-            self.variant(arch, k3(tp, m), {"mxfp8": mxfp8, "block": engine})
-            for engine in ((0, 1) if arch in BLOCK_ARCHS else (0,))
+            self.variant(arch, k3(tp, m), {"mxfp8": mxfp8, "block": engine, "shuffled": order})
+            for engine, order in forms
             for mxfp8 in (0, 1)
             for tp in TP_SIZES
             for m in (8, MAX_M)
@@ -145,7 +156,9 @@ def config_of(variant: Variant) -> Config:
 
 
 def _config(arch: str, sizes: Mapping[str, int], tuning: Mapping[str, int]) -> Config:
-    kind = BlockConfig if tuning["block"] else Config
+    kind = Config
+    if tuning["block"]:
+        kind = ShuffledBlockConfig if tuning["shuffled"] else BlockConfig
     return kind(
         **{name: size for name, size in sizes.items() if name != "tp"},
         clusters=tuning["clusters"],

@@ -20,7 +20,7 @@ from k3fuse.kernels.experts.block_config import BlockConfig
 from k3fuse.kernels.experts.builder import BUILDER, config_of, k3
 from k3fuse.kernels.experts.config import CLUSTER, WARPS, Config
 from k3fuse.kernels.experts.layouts import shuffled
-from k3fuse.kernels.experts.policy import BLOCK, ENGINES, TWIN
+from k3fuse.kernels.experts.policy import BLOCK, engine_of
 from k3fuse.kernels.experts.reference import Activation
 from k3fuse.kernels.simulator import Fresh, TensorMap
 
@@ -33,6 +33,8 @@ EXPERTS = 18
 # For random schedules and the race checker: one cluster, two units of one expert.
 SMALL = {"latent": 896, "inter": 64, "hidden": 0, "shared": 0, "top_k": 2}
 SMALL_EXPERTS, SMALL_M = 3, 9
+# Weights in vLLM's order, as on 16 ranks: padded, half a block of columns behind a whole one.
+SMALL_SHUFFLED = {**SMALL, "latent": 1792, "inter": 192}
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class Problem:
             "linear_beta": float_bits(linear),
         }  # fmt: skip
         if isinstance(self.config, BlockConfig):
-            found |= block_values(self.config, self.w13, self.w2, self.x)
+            found |= block_values(self.config, w13, w2, self.x)
         if self.shared is not None:
             x, down, out = self.shared
             found |= {
@@ -144,6 +146,8 @@ def block_values(config: BlockConfig, w13: Tensor, w2: Tensor, x: Tensor) -> dic
         "w13": TensorMap.of(w13, config.tiles("w13", experts)),
         "w2": TensorMap.of(w2, config.tiles("w2", experts)),
     }
+    if "w2_ends" in config.addresses:
+        maps["w2_ends"] = w2
     if config.mxfp8:
         values, given = rounded(x)
         tiles = config.tiles("x8_tiles", x.shape[0])
@@ -249,14 +253,16 @@ def most(m: int) -> int:
 def cases(target: CheckTarget, m: int) -> tuple[Case, ...]:
     """Routed experts of Kimi K3 with the shared expert beside them, by the policy's engine.
 
-    On rows that the kernel rounds itself, and on rows that a router has rounded.
+    On rows that the kernel rounds itself, and on rows that a router has rounded; on weights in the
+    checkpoint's order, and in vLLM's.
     """
-    block = int(ENGINES.get(target.arch, TWIN) == BLOCK)
+    block = int(engine_of(target.arch) == BLOCK)
     few, found = min(m, SMALL_M), []
-    for mxfp8 in (0, 1):
-        how = {"block": block, "mxfp8": mxfp8}
+    for mxfp8, order in ((0, 0), (1, 0), (0, 1)):
+        how = {"block": block, "mxfp8": mxfp8, "shuffled": order}
         full = kernel(target.arch, k3(target.tp, most(m)), **how)
-        small = kernel(target.arch, {**SMALL, "m": most(few)}, clusters=1, **how)
+        narrow = SMALL_SHUFFLED if order else SMALL
+        small = kernel(target.arch, {**narrow, "m": most(few)}, clusters=1, **how)
         less = partial(step, small, few, experts=SMALL_EXPERTS, kind="skewed")
         found.append(Case(BUILDER.op, full.name, partial(step, full, m), less, less))
     return tuple(found)

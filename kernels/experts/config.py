@@ -32,6 +32,7 @@ MAX_STAGES = 6
 # Shuffled scales: a piece has 128 rows and 4 blocks; line l holds rows l, l + 32, l + 64, l + 96.
 PIECE = 512
 HALF_PIECE = PIECE // 2
+GROUP = 32  # rows among which rows are shuffled
 MIN_STORED = 256  # vLLM pads narrower experts for its TRTLLM kernels
 
 

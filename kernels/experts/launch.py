@@ -26,10 +26,11 @@ from k3fuse.kernels.common.runtime import RUNTIME, Runtime
 from k3fuse.kernels.experts import gate_up
 from k3fuse.kernels.experts import mix as behind
 from k3fuse.kernels.experts.block_config import MAP_ALIGNMENT, BlockConfig, fits_block
+from k3fuse.kernels.experts.block_shuffled import fits_shuffled
 from k3fuse.kernels.experts.builder import BUILDER, config_of
 from k3fuse.kernels.experts.config import CLUSTER, MAX_EXPERTS, WARPS
 from k3fuse.kernels.experts.layouts import ROWS, TRTLLM
-from k3fuse.kernels.experts.policy import BLOCK, ENGINES, TWIN
+from k3fuse.kernels.experts.policy import BLOCK, ENGINES, ENVIRONMENT, TWIN, engine_of
 from k3fuse.kernels.experts.reference import Activation
 from k3fuse.kernels.tail import launch as tail
 from k3fuse.kernels.tail.mix import Mix
@@ -108,11 +109,27 @@ class Operands:
 
 def engine(arch: str, given: Operands) -> str:
     """The engine of the routed experts: the policy's, or the twin where it cannot take them."""
-    found = ENGINES.get(arch, TWIN)
-    apart = [w for w in (given.w13, given.w2) if w.data_ptr() % MAP_ALIGNMENT]
-    fits = fits_block(given.hidden.shape[1], given.inter)
-    plain = given.layout == ROWS and not apart and fits
-    return found if plain else TWIN
+    return TWIN if twin_because(arch, given) else BLOCK
+
+
+def twin_because(arch: str, given: Operands) -> str:
+    """Why the twin has the routed experts, "" where the block-scaled engine has them.
+
+    Raises ValueError as `policy.engine_of` does.
+    """
+    if engine_of(arch) == TWIN:
+        return (
+            f"it is the engine of {arch}" if ENGINES.get(arch) is None else f"{ENVIRONMENT}={TWIN}"
+        )
+    for name, weight in (("w13", given.w13), ("w2", given.w2)):
+        if weight.data_ptr() % MAP_ALIGNMENT:
+            return f"{name} starts at no multiple of {MAP_ALIGNMENT} bytes, as tensor maps need"
+    latent, inter = given.hidden.shape[1], given.inter
+    if not fits_block(latent, inter):
+        return f"an expert of {latent} by {inter} columns does not fill the other engine's tiles"
+    if given.layout == TRTLLM and not fits_shuffled(latent, inter):
+        return f"shuffled rows of {latent} by {inter} columns do not fill the other engine's tiles"
+    return ""
 
 
 def variants(
@@ -252,7 +269,7 @@ def partials(
         "x": address(x), "x_scale": address(scale), "ids": address(ids),
         "weights": address(weights),
         "w13": address(given.w13), "w13_scale": address(given.w13_scale), "w2": address(given.w2),
-        "w2_scale": address(given.w2_scale), "rows": address(rows),
+        "w2_scale": address(given.w2_scale), "w2_ends": address(given.w2), "rows": address(rows),
         "arrivals": address(arrivals(x.device)), "routed": address(routed),
         "shared_x": address(mid), "shared_down": address(given.shared_down),
         "shared_out": address(shared),

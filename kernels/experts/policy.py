@@ -10,12 +10,14 @@ rewrite leaves it a site of its own there.
 One kernel of each for all token counts, compiled for up to 8, 16, 32 and 64 tokens. The experts'
 kernel has two engines for the same units: products with block scales (tcgen05), where the chip has
 them, and their twin, mma.sync in BF16, on every chip. The counts of `docs/kernels/experts.md`
-decide: the first needs fewer bytes and fewer instructions at every shape. What it does not take
-runs the twin.
+decide: the first needs fewer bytes and fewer instructions at every shape, in both orders of
+weights. What it does not take runs the twin, and so does everything where `K3FUSE_EXPERTS_ENGINE`
+says so; every K3FUSE_ variable is part of a rewrite's key.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -29,6 +31,21 @@ MIX_MOST = 8
 BLOCK, TWIN = "block_scaled", "bf16"
 # Architecture -> engine of the routed experts; others have the twin.
 ENGINES: Mapping[str, str] = MappingProxyType({"sm_100a": BLOCK, "sm_103a": BLOCK})
+
+ENVIRONMENT = "K3FUSE_EXPERTS_ENGINE"
+
+
+def engine_of(arch: str) -> str:
+    """The engine of the routed experts on a chip: the environment's, or that of `ENGINES`.
+
+    Raises ValueError where the environment names none of the chip's engines.
+    """
+    own = ENGINES.get(arch, TWIN)
+    chosen = os.environ.get(ENVIRONMENT) or own
+    if chosen not in (own, TWIN):
+        known = " or ".join(dict.fromkeys((own, TWIN)))
+        raise ValueError(f"{ENVIRONMENT}={chosen!r} is no engine of {arch}; use {known}")
+    return chosen
 
 
 def _rows(launches: int, *, two_shot: bool = False) -> tuple[Row, ...]:

@@ -308,3 +308,12 @@ def store2_at(address: Any, offset: int, word: Any) -> None:
     """The lower half of a word."""
     code = f"{{ .reg .b16 l, h; mov.b32 {{l, h}}, $1; st.global.b16 [$0+{offset}], l; }}"
     ptx.asm(code, [], address, word)
+
+
+def store2_at_if(address: Any, offset: int, word: Any, valid: Any) -> None:
+    """The lower half of a word where `valid` is not 0."""
+    code = (
+        "{ .reg .pred p; .reg .b16 l, h; setp.ne.s32 p, $2, 0; mov.b32 {l, h}, $1;"
+        f" @p st.global.b16 [$0+{offset}], l; }}"
+    )
+    ptx.asm(code, [], address, word, valid)

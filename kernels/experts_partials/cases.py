@@ -6,27 +6,35 @@ vLLM keeps them for its TRTLLM kernels. Shared gate and up are the experts' own 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
+from torch import Tensor
+
 from k3fuse.kernels.build.variant import Variant
 from k3fuse.kernels.check import Case, CheckTarget, Launch, Output, Step
+from k3fuse.kernels.check.run import Value
 from k3fuse.kernels.common.tolerances import tolerance
+from k3fuse.kernels.experts.block_config import BlockConfig
 from k3fuse.kernels.experts.builder import config_of, k3
 from k3fuse.kernels.experts.cases import (
     BF16,
     EXPERTS,
-    SMALL,
     SMALL_EXPERTS,
     SMALL_M,
+    SMALL_SHUFFLED,
     exact_linear,
     kernel,
     most,
     problem,
 )
+from k3fuse.kernels.experts.config import Config
+from k3fuse.kernels.experts.policy import BLOCK, engine_of
 from k3fuse.kernels.router import route_problem
 from k3fuse.kernels.router.route_launch import Form
 from k3fuse.kernels.router.route_launch import variant as route_variant
+from k3fuse.kernels.simulator import TensorMap
 
 
 def step(route: Variant, experts: Variant, m: int, seed: int) -> Step:
@@ -48,17 +56,26 @@ def step(route: Variant, experts: Variant, m: int, seed: int) -> Step:
         x, down, out = behind.shared
         band = tolerance(BF16, plain.config.shared)
         outputs.append(Output("shared_out", 0, out, exact_linear(x, down), band))
-    rounded = {"x": made["latent_q"], "x_scale": made["latent_scale"]}
-    values = {**behind.values(), **rounded}
+    values = {**behind.values(), **rows_of(behind.config, made)}
     launches = chosen.launch(route), Launch(experts, [values], right.needed())
     return Step(launches, tuple(outputs), {"counts are cleared": behind.idle})
+
+
+def rows_of(config: Config, made: Mapping[str, Tensor]) -> dict[str, Value]:
+    """The experts' parameters that hold the rows which the route kernel has rounded."""
+    values, scales = made["latent_q"], made["latent_scale"]
+    if isinstance(config, BlockConfig):
+        tiles = config.tiles("x8_tiles", values.shape[0])
+        return {"x8_tiles": TensorMap.of(values, tiles), "x8_scale": scales}
+    return {"x": values, "x_scale": scales}
 
 
 def kernels(
     target: CheckTarget, shape: dict[str, int], experts: int, m: int, **config: int
 ) -> tuple[Variant, Variant]:
     """The kernels of one call, in stream order: shared gate and up between them are left out."""
-    second = kernel(target.arch, shape, shuffled=1, mxfp8=1, **config)
+    block = int(engine_of(target.arch) == BLOCK)
+    second = kernel(target.arch, shape, shuffled=1, mxfp8=1, block=block, **config)
     made = config_of(second)
     form = Form(experts, made.latent, made.top_k, renormalize=True, bias=True, quantize=True)
     return route_variant(target.name, m, form, logits=True, latent=True), second
@@ -67,8 +84,7 @@ def kernels(
 def cases(target: CheckTarget, m: int) -> tuple[Case, ...]:
     """Kimi K3's experts behind plain logits, in vLLM's order of weights."""
     few = min(m, SMALL_M)
-    # Shuffled scales lie in pieces of 128 rows and columns.
-    small = {**SMALL, "m": most(few)}
+    small = {**SMALL_SHUFFLED, "m": most(few)}
     full = kernels(target, k3(target.tp, most(m)), EXPERTS, m)
     less = partial(step, *kernels(target, small, SMALL_EXPERTS, few, clusters=1), few)
     name = f"{target.name.partition(':')[2]}_m{m}"

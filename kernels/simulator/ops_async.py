@@ -59,8 +59,9 @@ def _wait_step(site: Site, kind: str) -> Step:
 
 def _element(site: Site) -> Step:
     """`cp.async`: 4, 8 or 16 bytes a lane, read and written only when the lane waits for them."""
-    while site.take("ca", "cg", *_LEVEL_HINTS):
-        pass
+    hint = 0
+    while found := site.take("ca", "cg", *_LEVEL_HINTS):
+        hint += found == "L2::cache_hint"
     site.take("shared", "shared::cta")
     site.take("global")
     site.done()
@@ -69,7 +70,8 @@ def _element(site: Site) -> Step:
         raise site.unsupported("copy size")
     bytes_ = size.value
     target, source = site.pointer(0, 32), site.pointer(1, 64)
-    given: Reader | None = site.bits(3, 32) if site.count > 3 else None
+    # A cache policy is the last operand, behind the number of bytes where that is given.
+    given: Reader | None = site.bits(3, 32) if site.count - hint > 3 else None
     line, text = site.instruction.line, site.instruction.text
 
     def run(frame: Frame) -> None:

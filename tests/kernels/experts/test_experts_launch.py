@@ -23,8 +23,10 @@ from k3fuse.kernels.experts import reference
 from k3fuse.kernels.experts.builder import config_of, k3
 from k3fuse.kernels.experts.cases import SITU, kernel, problem
 from k3fuse.kernels.experts.launch import Operands, launch, misfit, partials, variants
+from k3fuse.kernels.experts.layouts import TRTLLM
 from k3fuse.kernels.experts.policy import (
     BLOCK,
+    ENVIRONMENT,
     EXPERTS,
     MIXED,
     MIXING,
@@ -121,7 +123,7 @@ def test_the_launches_compute_the_partials(
     engine: str, handed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gate and up, then the experts; the latter may start early, and waits. Or these alone."""
-    monkeypatch.setattr(launching, "ENGINES", {"sm_103a": engine})
+    monkeypatch.setenv(ENVIRONMENT, engine)
     before = operands(3)
     given = handed_over(before) if handed else before
     kept: list[Tensor] = []
@@ -171,7 +173,7 @@ def test_a_kernel_for_every_form(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [second.tuning(n) for n in ("floor", "float_weights", "wide_ids")] == [0, 1, 0]
     assert second.size("m") == 64
     for engine in (BLOCK, TWIN):
-        monkeypatch.setattr(launching, "ENGINES", {"sm_103a": engine})
+        monkeypatch.setenv(ENVIRONMENT, engine)
         first, second = variants(ROW, TARGET, handed_over(given), False)
         assert first is None
         assert second.size("shared") == SHARED
@@ -192,6 +194,52 @@ def test_what_the_block_scaled_engine_does_not_take_runs_the_twin() -> None:
         assert launching.engine("sm_103a", other) == TWIN
         assert misfit(ROW, TARGET, other, SITU) == ""
         assert variants(ROW, TARGET, other, False)[1].tuning("block") == 0
+
+
+def in_vllms_order(latent: int, inter: int) -> Operands:
+    """Operands whose weights are stored as vLLM does; their values do not matter."""
+    given, stored = operands(2), max(inter, 256)
+
+    def zeros(*size: int) -> Tensor:
+        return torch.zeros(1, *size, dtype=torch.uint8)
+
+    return replace(
+        given, hidden=torch.zeros(2, latent, dtype=BF16), layout=TRTLLM, width=inter,
+        w13=zeros(2 * stored, latent // 2), w13_scale=zeros(2 * stored, latent // 32),
+        w2=zeros(latent, stored // 2), w2_scale=zeros(latent, stored // 32),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("latent", "inter", "said"),
+    [(3584, 192, ""), (3584, 384, ""), (1792, 128, ""), (896, 192, "shuffled rows of 896 by 192"),
+     (3584, 64, "shuffled rows of 3584 by 64"), (3584, 640, "an expert of 3584 by 640")],
+)  # fmt: skip
+def test_vllms_order_has_the_policys_engine_where_it_fits(
+    latent: int, inter: int, said: str
+) -> None:
+    given = in_vllms_order(latent, inter)
+    because = launching.twin_because("sm_103a", given)
+    assert because.startswith(said)
+    assert bool(because) == bool(said)
+    variant = variants(ROW, TARGET, given, False)[1]
+    assert (variant.tuning("block"), variant.tuning("shuffled")) == (int(not said), 1)
+
+
+def test_the_environment_chooses_the_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = operands(2)
+    assert launching.twin_because("sm_103a", given) == ""  # the control
+    assert "the engine of sm_90a" in launching.twin_because("sm_90a", given)
+    monkeypatch.setenv(ENVIRONMENT, TWIN)
+    assert launching.twin_because("sm_103a", given) == f"{ENVIRONMENT}={TWIN}"
+    assert variants(ROW, TARGET, given, False)[1].tuning("block") == 0
+    monkeypatch.setenv(ENVIRONMENT, "mma")
+    with pytest.raises(ValueError, match="EXPERTS_ENGINE='mma' .* use block_scaled or bf16"):
+        launching.engine("sm_103a", given)
+    monkeypatch.setenv(ENVIRONMENT, BLOCK)
+    assert launching.engine("sm_103a", given) == BLOCK
+    with pytest.raises(ValueError, match="no engine of sm_90a; use bf16"):
+        launching.engine("sm_90a", given)
 
 
 def test_operands_that_do_not_fit_are_named() -> None:

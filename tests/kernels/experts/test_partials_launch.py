@@ -20,7 +20,7 @@ from k3fuse.kernels.experts_partials.op import experts_partials, given
 from k3fuse.kernels.experts_partials.policy import PARTIALS, TABLE
 from k3fuse.kernels.router import route_launch
 
-M, EXPERTS, LATENT, WIDTH, TOP_K = 3, 4, 896, 64, 2
+M, EXPERTS, LATENT, WIDTH, TOP_K = 3, 4, 1792, 128, 2
 
 
 def arguments(layout: str, m: int = M, weights: torch.dtype = BF16) -> list[Any]:
@@ -62,6 +62,9 @@ def run(args: list[Any], monkeypatch: pytest.MonkeyPatch) -> tuple[list[Tensor],
     with monkeypatch.context() as patched:
         patched.setattr(Tensor, "new_empty", keep)
         outputs = launch(ROW, TARGET, call, False, runtime=runtime)
+    experts = recorder.launched[-1][0]
+    assert (experts.tuning("block"), experts.tuning("mxfp8")) == (1, 1)
+    assert experts.tuning("shuffled") == (call.experts.layout == "trtllm")
     counts = launching.arrivals(call.logits.device)
     counter = route_launch._COUNTERS[call.logits.device]
     simulate(recorder, [*tensors(args), counts, counter, *(t for t in kept if t.numel())])
@@ -126,7 +129,7 @@ def test_operands_that_do_not_fit_are_named() -> None:
     [
         (19, "marlin", ValueError, "layout='marlin'; known: rows, trtllm"),
         (20, 48, ValueError, "width=48"),
-        (20, 96, ValueError, r"w13 has shape .*; expected \(4, 192, 448\)"),
+        (20, 96, ValueError, r"w13 has shape .*; expected \(4, 192, 896\)"),
         (11, "softplus", ValueError, "scoring='softplus'"),
         (10, 5, ValueError, "top_k=5"),
         (1, torch.zeros(M, 5), ValueError, "the experts of w13"),

@@ -21,7 +21,7 @@ ELEMENT = """
   add.u32 %r8, %r6, %r7;
   mul.wide.u32 %d11, %r0, 16;
   add.s64 %d12, %d0, %d11;
-  cp.async.cg.shared.global [%r8], [%d12], 16{size};
+  cp.async.cg.shared.global{hint} [%r8], [%d12], 16{size};
   cp.async.commit_group;
   add.u32 %r9, %r8, 512;
   cp.async.ca.shared.global [%r9], [%d12], 8;
@@ -34,10 +34,13 @@ ELEMENT = """
 """
 
 
-def element(wait: str, second: str = "", size: str = "") -> tuple[torch.Tensor, torch.Tensor]:
+def element(
+    wait: str, second: str = "", size: str = "", hint: str = ""
+) -> tuple[torch.Tensor, torch.Tensor]:
     source = torch.arange(128, dtype=torch.int32) + 7
     target = torch.zeros(128, dtype=torch.int32)
-    run(kernel(ELEMENT.format(wait=wait, second=second, size=size), shared=1024), [source, target])
+    text = ELEMENT.format(wait=wait, second=second, size=size, hint=hint)
+    run(kernel(text, shared=1024), [source, target])
     return source, target
 
 
@@ -66,6 +69,14 @@ def test_cp_async_with_too_weak_a_wait_is_found() -> None:
 
 def test_cp_async_of_no_bytes_writes_zeros() -> None:
     _, target = element("cp.async.wait_group 0;", size=", 0")
+    assert not target.any()
+
+
+def test_a_cache_policy_is_no_number_of_bytes() -> None:
+    wait, hint = "cp.async.wait_group 0;", ".L2::cache_hint"
+    source, target = element(wait, size=", %d0", hint=hint)
+    assert torch.equal(target, source)
+    _, target = element(wait, size=", 0, %d0", hint=hint)
     assert not target.any()
 
 
