@@ -234,7 +234,7 @@ def test_the_environment_chooses_the_twin(monkeypatch: pytest.MonkeyPatch) -> No
     assert launching.twin_because("sm_103a", given) == f"{ENVIRONMENT}={TWIN}"
     assert variants(ROW, TARGET, given, False)[1].tuning("block") == 0
     monkeypatch.setenv(ENVIRONMENT, "mma")
-    with pytest.raises(ValueError, match="EXPERTS_ENGINE='mma' .* use block_scaled or bf16"):
+    with pytest.raises(ValueError, match=r"EXPERTS_ENGINE='mma' .* use block_scaled or bf16"):
         launching.engine("sm_103a", given)
     monkeypatch.setenv(ENVIRONMENT, BLOCK)
     assert launching.engine("sm_103a", given) == BLOCK
