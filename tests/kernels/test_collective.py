@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from tests.processes import run_ranks
 from torch import Tensor
 
 import oracles
@@ -133,10 +133,7 @@ def _compiled(args: tuple[Any, ...], group: str) -> Tensor:
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
-        # Two ranks share the cores of one machine: one thread each.
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        start: Any = vars(torch.multiprocessing)["start_processes"]
-        start(_worker, (folder,), nprocs=WORLD, start_method="spawn")
+        run_ranks(_worker, WORLD, folder)
         return [torch.load(Path(folder) / f"{r}.pt", weights_only=True) for r in range(WORLD)]
 
 

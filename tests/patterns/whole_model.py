@@ -1,9 +1,8 @@
-"""One rank of the whole-model check; run by test_whole_model.py in processes of its own."""
+"""One rank of the whole-model check; test_whole_model.py runs one in each process."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +73,8 @@ def spoil() -> None:
     op.reference.router = wrong  # type: ignore[attr-defined]
 
 
-def main(size: int, rank: int, tokens: int, form: str, inner: str, store: str, out: str) -> None:
-    """Write the rank's findings as JSON to `out`."""
+def rank(number: int, size: int, tokens: int, form: str, inner: str, folder: str) -> None:
+    """Write the findings of one rank to `rankNUMBER.json`."""
     torch.set_num_threads(1)
     if inner == "spoiled":
         spoil()
@@ -83,8 +82,9 @@ def main(size: int, rank: int, tokens: int, form: str, inner: str, store: str, o
     # "eager prefetch": with that option.
     inner, *more = inner.split()
     if size > 1:
-        dist.init_process_group("gloo", init_method=f"file://{store}", world_size=size, rank=rank)
-    model = build(size, rank, form)
+        store = f"file://{folder}/store"
+        dist.init_process_group("gloo", init_method=store, world_size=size, rank=number)
+    model = build(size, number, form)
     ids = torch.tensor([3, 5, 7])
     expected = greedy_decode(model, ids, tokens)
     options = {
@@ -110,11 +110,7 @@ def main(size: int, rank: int, tokens: int, form: str, inner: str, store: str, o
         "prefetched": sum(bool(s.prefetched) for s in report.found),
         "worst": compare(model, compiled),
     }
-    Path(out).write_text(json.dumps(result))
+    Path(folder, f"rank{number}.json").write_text(json.dumps(result))
     if size > 1:
         dist.barrier()
         dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]), *sys.argv[4:8])

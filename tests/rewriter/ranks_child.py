@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import sys
 from pathlib import Path
 
 import torch
@@ -14,19 +13,20 @@ from tests.rewriter.warm_backend_child import Block
 from k3fuse.rewriter import backend, key, ranks
 
 
-def main(rank: int, case: str, store: str, out: str) -> None:
+def rank(number: int, case: str, folder: str) -> None:
     """case: "same"; rank 1 disables a pattern ("other options"), has other weights ("other dtype"),
     another version ("other version"), or never compiles ("absent").
     """
-    dist.init_process_group("gloo", init_method=f"file://{store}", world_size=2, rank=rank)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", world_size=2, rank=number)
     torch.manual_seed(0)
     block = Block().to(torch.bfloat16).eval()
     options: dict[str, object] = {"target": "reference", "inner": "eager", "log": "off"}
-    if case == "other options" and rank == 1:
+    if case == "other options" and number == 1:
         options["disable"] = ["output_projection"]
-    if case == "other dtype" and rank == 1:
+    if case == "other dtype" and number == 1:
         block = block.to(torch.float16)
-    if case == "other version" and rank == 1:
+    if case == "other version" and number == 1:
         key._version = lambda name: "0.0.0"
     if case == "absent":
         defaults = list(ranks.agree.__defaults__ or ())
@@ -34,7 +34,7 @@ def main(rank: int, case: str, store: str, out: str) -> None:
     x = torch.randn(3, 64).to(next(block.parameters()).dtype)
     result: dict[str, object] = {}
     with torch.no_grad():
-        if case != "absent" or rank == 0:
+        if case != "absent" or number == 0:
             try:
                 got = torch.compile(block, backend="k3fuse", options=options)(x)
                 result["equal"] = all(
@@ -47,9 +47,5 @@ def main(rank: int, case: str, store: str, out: str) -> None:
                 result["codes"] = sorted({r.code.value for s in report.sites for r in s.reasons})
             except Exception as error:
                 result["error"] = str(error)
-    Path(out).write_text(json.dumps(result))
+    Path(folder, f"{number}.json").write_text(json.dumps(result))
     dist.barrier()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), *sys.argv[2:5])

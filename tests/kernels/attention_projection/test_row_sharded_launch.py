@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from attention_runs import BF16, band, exact, operands
 from sharded_runs import SMALL, full
+from tests.processes import run_ranks
 from torch import Tensor
 
 from host_ranks import MULTICAST, HostRanks, Recorder
@@ -177,6 +177,7 @@ def test_rows_that_weights_do_not_have_are_refused(split: list[int], text: str) 
 
 
 def _one_rank(rank: int, path: str) -> None:
+    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
     x, weights = operands(5, (48, 24), 64)
     weights[0][32:] += rank  # the rank's own rows
@@ -196,7 +197,7 @@ def _one_rank(rank: int, path: str) -> None:
 
 
 def test_the_reference_gathers_the_shares(tmp_path: Path) -> None:
-    mp.spawn(_one_rank, (str(tmp_path / "store"),), nprocs=2)
+    run_ranks(_one_rank, 2, str(tmp_path / "store"))
 
 
 @pytest.mark.parametrize(

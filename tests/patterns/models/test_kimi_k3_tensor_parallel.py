@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.processes import run_ranks
 from tests.tolerances import assert_close
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import start_processes
 
 from k3fuse.patterns.models import KimiK3, KimiK3Config, init_weights
 
@@ -96,10 +95,7 @@ def test_ranks_agree_with_one_rank(size: int, tmp_path: Path) -> None:
     one = prepared()
     expected, calls = record(one)
     torch.save(calls, tmp_path / "calls.pt")
-    # A fork server imports torch once for all ranks, and forks from a process without threads.
-    multiprocessing.set_forkserver_preload(["torch", "k3fuse.patterns.models"])
-    launch: Any = start_processes
-    launch(_rank, (size, str(tmp_path)), nprocs=size, start_method="forkserver")
+    run_ranks(_rank, size, size, str(tmp_path))
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(size)]
     for other in ranks[1:]:
         for a, b in zip(ranks[0][0] + ranks[0][1], other[0] + other[1], strict=True):
