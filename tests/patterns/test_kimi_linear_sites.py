@@ -23,8 +23,15 @@ def counts(document: dict[str, Any], outcome: str) -> dict[str, int]:
     return {name: count[outcome] for name, count in document["patterns"].items()}
 
 
-@pytest.mark.parametrize("m", [1, 3])
-@pytest.mark.parametrize("form", ["batched_mm", "grouped_mm"])
+@pytest.mark.parametrize(
+    ("form", "m"),
+    [
+        ("batched_mm", 1),
+        ("grouped_mm", 3),
+        pytest.param("batched_mm", 3, marks=pytest.mark.nightly),
+        pytest.param("grouped_mm", 1, marks=pytest.mark.nightly),
+    ],
+)
 def test_reference_takes_every_site(form: str, m: int) -> None:
     document = inspect_source("kimi-linear", target="reference", m=m, form=form)
     assert counts(document, "found") == SITES

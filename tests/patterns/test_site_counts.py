@@ -42,8 +42,14 @@ def check(report: Report, layers: int) -> None:
     assert report.missing() == {}
 
 
-@pytest.mark.parametrize("m", [1, 8, 64])
-@pytest.mark.parametrize("tp", [8, 16])
+def nightly(*sizes: int) -> object:
+    return pytest.param(*sizes, marks=pytest.mark.nightly)
+
+
+# At TP16 and 64 tokens, all 93 layers below.
+@pytest.mark.parametrize(
+    ("tp", "m"), [(8, 1), (8, 8), (8, 64), (16, 8), nightly(16, 1), nightly(16, 64)]
+)
 def test_thirteen_layers(tp: int, m: int) -> None:
     report = rewritten(13, tp, m)
     check(report, 13)
@@ -66,8 +72,10 @@ def test_thirteen_layers(tp: int, m: int) -> None:
     assert forms["experts", "mxfp4 mx_gathered + shared row"] == 12
 
 
-@pytest.mark.parametrize("layers", [1, 2, 4, 8])
-@pytest.mark.parametrize("tp", [8, 16])
+@pytest.mark.parametrize(
+    ("tp", "layers"),
+    [(8, 1), (8, 2), (8, 4), nightly(8, 8), (16, 2), *(nightly(16, n) for n in (1, 4, 8))],
+)
 def test_fewer_layers(tp: int, layers: int) -> None:
     check(rewritten(layers, tp, 4), layers)
 

@@ -103,8 +103,15 @@ def agree(got: tuple[Tensor, ...], wanted: tuple[Tensor, ...], roundings: int = 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["list", "bank"])
-@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize(
+    ("inner", "form"),
+    [
+        # What runs the graph knows nothing of the form: one of them does for the middle way.
+        pytest.param(i, f, marks=[pytest.mark.nightly] * ((i, f) == ("aot_eager", "list")))
+        for i in INNER
+        for f in ("list", "bank")
+    ],
+)
 def test_the_small_model_keeps_its_values_and_all_sites_are_found(inner: str, form: str) -> None:
     source = k3(attn_res=form)
     wanted = step(source, source, 3)
