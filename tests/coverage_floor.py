@@ -27,7 +27,9 @@ def measured(data: Path) -> dict[str, Any]:
         tool = [sys.executable, "-m", "coverage"]
         where = [f"--data-file={data}", f"--rcfile={ROOT / 'pyproject.toml'}"]
         if list(data.parent.glob(f"{data.name}.*")):
-            subprocess.run([*tool, "combine", *where, "-q"], check=True, cwd=ROOT)
+            # Processes that ended after the tests: beside what the tests have combined.
+            kept = ["--append"] if data.exists() else []
+            subprocess.run([*tool, "combine", *kept, *where, "-q"], check=True, cwd=ROOT)
         subprocess.run([*tool, "json", *where, "-q", "-o", str(out)], check=True, cwd=ROOT)
         files: dict[str, Any] = json.loads(out.read_text())["files"]
     return files
