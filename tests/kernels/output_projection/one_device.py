@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -21,33 +20,20 @@ from k3fuse.kernels.output_projection.config import CONSUMER, FUSED, PRODUCER, C
 from k3fuse.kernels.output_projection.plan import plan_of
 from k3fuse.kernels.output_projection.problem import ARMED, BF16, EPS
 from k3fuse.kernels.simulator import Launch, Owned, simulate_sequence
+from stand_in import StandIn, at
 from stored import store
 
 RESOURCES = {FUSED: 126, PRODUCER: 194, CONSUMER: 116}  # registers (docs page)
 
 
-def at(address: int, size: int, dtype: torch.dtype) -> Tensor:
-    """`size` elements of host memory."""
-    width = torch.empty(0, dtype=dtype).element_size()
-    return torch.frombuffer((ctypes.c_char * (size * width)).from_address(address), dtype=dtype)
-
-
 def rows(address: int, m: int, width: int, pitch: int) -> Tensor:
     """Rows of BF16, `pitch` apart."""
-    whole = at(address, (m - 1) * pitch + width, BF16)
+    whole = at(address, ((m - 1) * pitch + width,))
     return whole.as_strided((m, width), (pitch, 1))
 
 
-class OneDevice:
-    """A device of 132 SMs whose graphs are called again, and whose kernels are `_act`."""
-
-    name, arch, sms, l2_bytes = "stand-in", "sm_90a", 132, 0
-
-    def __init__(self) -> None:
-        self.launched: list[Variant] = []
-
-    def put(self, tensor: Tensor) -> Tensor:
-        return tensor.clone()
+class OneDevice(StandIn):
+    """Its kernels are `_act`, of all ranks together."""
 
     def built(self, variant: Variant) -> Any:
         config = config_of(variant)
@@ -61,17 +47,6 @@ class OneDevice:
         self.launched += [variant for variant, _ in calls]
         self._act([(v, dict(zip(parameter_names(v), given, strict=True))) for v, given in calls])
 
-    def graph(self, work: Callable[[], None]) -> Callable[[], None]:
-        return work
-
-    def wait(self) -> None:
-        pass
-
-    def seconds(self, work: Callable[[], None]) -> float:
-        before = len(self.launched)
-        work()
-        return float(len(self.launched) - before)
-
     def _act(self, calls: list[tuple[Variant, dict[str, int]]]) -> None:
         raise NotImplementedError
 
@@ -83,8 +58,7 @@ class Functional(OneDevice):
     """
 
     def __init__(self, broken: str = "") -> None:
-        super().__init__()
-        self.broken = broken
+        super().__init__(broken)
         self._partials: dict[tuple[int, int, int], Tensor] = {}
 
     def _act(self, calls: list[tuple[Variant, dict[str, int]]]) -> None:
@@ -102,7 +76,7 @@ class Functional(OneDevice):
                 self._consume(config, given, by_name)
 
     def _words(self, config: Config, address: int) -> Tensor:
-        return at(address, config.box.total // 4, torch.int32)
+        return at(address, (config.box.total // 4,), torch.int32)
 
     def _parity(self, config: Config, given: Any, ago: int) -> int:
         start = config.box.control // 4
@@ -173,7 +147,7 @@ class Functional(OneDevice):
             slots = self._slots(config, given.mailbox, parity)
             row = self._taken(config, given, slots).view(BF16)
         blocks = [rows(by_name[n], m, HIDDEN, given.block_pitch) for n in config.block_pointers]
-        vectors = [at(by_name[n], HIDDEN, BF16) for n in ("score_norm", "score_proj", "out_norm")]
+        vectors = [at(by_name[n], (HIDDEN,)) for n in ("score_norm", "score_proj", "out_norm")]
         prefix = rows(given.prefix, m, HIDDEN, given.prefix_pitch)
         out, total = attn_res(prefix, row, blocks, len(blocks), *vectors, EPS, EPS, False)
         if self.broken == "scaled":
@@ -209,12 +183,12 @@ class Simulated(OneDevice):
             return address
         if address not in known:
             if name.startswith("mailbox"):
-                known[address] = at(address, config.box.total // 4, torch.int32)
+                known[address] = at(address, (config.box.total // 4,), torch.int32)
             elif name == "weight":
-                known[address] = at(address, HIDDEN * config.k, BF16)
+                known[address] = at(address, (HIDDEN * config.k,))
             elif name == "x":
-                known[address] = at(address, (m - 1) * given["x_pitch"] + config.k, BF16)
+                known[address] = at(address, ((m - 1) * given["x_pitch"] + config.k,))
             else:
                 size = HIDDEN if name in ("score_norm", "score_proj", "out_norm") else m * HIDDEN
-                known[address] = at(address, size, BF16)
+                known[address] = at(address, (size,))
         return Owned(known[address], 0)
