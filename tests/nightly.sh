@@ -22,7 +22,7 @@ FAST=(
     tests/rewriter/test_engine.py tests/rewriter/test_edit.py tests/rewriter/test_safety.py
     tests/rewriter/test_guards.py tests/rewriter/test_values.py tests/rewriter/test_ranks.py
     tests/rewriter/test_fuzz_files.py tests/rewriter/test_graph_file.py
-    tests/rewriter/test_warm_backend.py tests/rewriter/test_cli.py
+    tests/rewriter/test_warm_backend.py tests/rewriter/test_cli.py tests/rewriter/test_cli_run.py
     tests/patterns/test_guards_of_patterns.py tests/nearmiss/test_counterexamples.py
     tests/kernels/test_op_contract.py tests/kernels/test_exchange.py
     tests/kernels/build/test_cache.py tests/kernels/build/test_packed.py

@@ -18,7 +18,7 @@ from k3fuse.kernels.simulator.machine import Copy, Frame, Group, Step
 from k3fuse.kernels.simulator.memory import Origin
 from k3fuse.kernels.simulator.ops_atomic import apply_atomic
 from k3fuse.kernels.simulator.ops_sync import barrier_places
-from k3fuse.kernels.simulator.ops_tensor_copy import combine, tensor_reduce
+from k3fuse.kernels.simulator.ops_tensor_out import combine, tensor_reduce
 from k3fuse.kernels.simulator.translate import Site
 from k3fuse.kernels.simulator.types import Array, PtxType
 

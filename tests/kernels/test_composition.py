@@ -15,95 +15,24 @@ from torch import Tensor, fx
 from torch._inductor.decomposition import select_decomp_table
 
 from k3fuse.kernels.common.composition import Composition, CompositionError
-from op_cases import LOCAL
-from traced import calls_of, compose, define_mutable_op, inputs_of, outputs_of, trace
-
-define_mutable_op()
-F = torch.nn.functional
-
-
-def linears(x: Tensor, w: Tensor) -> Any:
-    y = F.linear(x, w)
-    return torch.split(y, [3, 5], dim=-1)
-
-
-def norm(x: Tensor, w: Tensor) -> Any:
-    y = F.linear(x, w).float()
-    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-5)
-    return y.to(x.dtype), y.amax(-1), y.argmax(-1)
-
-
-def views(x: Tensor, w: Tensor) -> Any:
-    y = F.linear(x, w).view(-1, 4, 2)
-    z = y.transpose(0, 1).reshape(4, -1)
-    heads = y.reshape(x.shape[0] * 4, 2)
-    return z.t().unsqueeze(0), heads, y[:, 1:3].flatten(), torch.cat([heads, heads])
-
-
-def sizes(x: Tensor, w: Tensor) -> Any:
-    m = x.shape[0]
-    index = torch.arange(m, device=x.device, dtype=torch.int64)
-    y = x.new_full((m, w.shape[0]), 0.5) * m
-    mask = torch.full((12 * m, 2), float("-inf"), dtype=torch.float32, device=x.device)
-    return index, y, mask[: m // 2], x.expand(3, m, x.shape[1])
-
-
-def topk(x: Tensor, w: Tensor) -> Any:
-    scores = torch.sigmoid(torch.mm(x, w.t()).to(torch.float32))
-    values, ids = scores.topk(3, dim=-1, sorted=False)
-    return values / (values.sum(-1, keepdim=True) + 1e-20), ids.to(torch.int32)
-
-
-def mutation(x: Tensor, w: Tensor) -> Any:
-    y = F.linear(x, w)
-    out = torch.empty_like(y)
-    bank = torch.zeros(x.shape[0], 3, y.shape[1], dtype=x.dtype, device=x.device)
-    torch.ops.k3fuse_test.accumulate_(out, bank, y, 1, 0.5)
-    torch.ops.k3fuse_test.accumulate_(out, bank, out + 1, 2, 2.0)
-    return out, bank
-
-
-def mutated_views(x: Tensor, w: Tensor) -> Any:
-    bank = torch.zeros(4 * x.shape[0], 3, x.shape[1], dtype=x.dtype, device=x.device)
-    out = torch.zeros(x.shape[0], 2, x.shape[1], dtype=x.dtype, device=x.device)
-    torch.ops.k3fuse_test.accumulate_(out[:, 1], bank[: x.shape[0]], x, 0, 3.0)
-    return out, bank
-
-
-FUNCTIONS: list[Callable[..., Any]] = [
+from stock_spellings import (
+    FUNCTIONS,
+    arguments,
+    bit_equal,
     linears,
-    norm,
-    views,
-    sizes,
-    topk,
     mutation,
-    mutated_views,
-]
+    sizes,
+    traced,
+    views,
+)
+from traced import calls_of, compose, inputs_of, outputs_of
 
-
-def _args(m: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    rng = torch.Generator().manual_seed(seed)
-    x = torch.randn(m, 16, generator=rng).bfloat16()
-    return x, torch.randn(8, 16, generator=rng).bfloat16()
-
-
-def _trace(function: Callable[..., Any], m: int = 6, **kwargs: Any) -> fx.Graph:
-    x, w = _args(m)
-    if kwargs.get("dynamic") is None:
-        torch._dynamo.maybe_mark_dynamic(x, 0)
-    return trace(function, (x, w), **kwargs)
+F = torch.nn.functional
 
 
 def _run(composition: Composition, x: Tensor, w: Tensor) -> list[Tensor]:
     """Some functions read only the shape of `w`, which is static, so that it is no input."""
     return composition.run([x, w][: len(json.loads(composition.text)["in"])])
-
-
-def _bit_equal(actual: list[Tensor], expected: Any) -> None:
-    assert len(actual) == len(expected)
-    for a, e in zip(actual, expected, strict=True):
-        assert (a.dtype, a.shape) == (e.dtype, e.shape)
-        assert torch.equal(a, e)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
@@ -114,7 +43,7 @@ def test_runs_bit_equal_at_any_token_count(
 ) -> None:
     decompositions = select_decomp_table() if level == "inductor" else None
     with torch._inductor.config.patch(enable_auto_functionalized_v2=v2):
-        graph = _trace(function, dynamic=None, decompositions=decompositions)
+        graph = traced(function, dynamic=None, decompositions=decompositions)
     composition = Composition.from_text(compose(graph).text)
     uses_wrapper = "auto_functionalized" in composition.text
     assert uses_wrapper == function.__name__.startswith("mutat")
@@ -123,29 +52,29 @@ def test_runs_bit_equal_at_any_token_count(
     # The sizes of any M are in the text, and the M that was traced is not.
     assert '"bfloat16[m0,16]"' in composition.text
     for m in (6, 1, 2, 17, 64, 100):
-        x, w = _args(m, seed=m)
+        x, w = arguments(m, seed=m)
         before = (x.clone(), w.clone())
-        _bit_equal(_run(composition, x, w), function(x, w))
+        bit_equal(_run(composition, x, w), function(x, w))
         assert torch.equal(x, before[0])
         assert torch.equal(w, before[1])
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 def test_static_graphs(function: Callable[..., Any]) -> None:
-    composition = compose(_trace(function, dynamic=False))
-    x, w = _args(6, seed=9)
-    _bit_equal(_run(composition, x, w), function(x, w))
+    composition = compose(traced(function, dynamic=False))
+    x, w = arguments(6, seed=9)
+    bit_equal(_run(composition, x, w), function(x, w))
     with pytest.raises(CompositionError, match=r"input 0 is bfloat16\[7,16\]; .* bfloat16\[6,16\]"):
-        _run(composition, *_args(7))
+        _run(composition, *arguments(7))
 
 
 def test_all_dims_symbolic() -> None:
-    composition = compose(_trace(views, dynamic=True))
+    composition = compose(traced(views, dynamic=True))
     assert len(json.loads(composition.text)["sym"]) == 3
     for m, n, k in ((3, 8, 5), (9, 8, 30)):
         x, w = torch.randn(m, k), torch.randn(n, k)
         x, w = x.bfloat16(), w.bfloat16()
-        _bit_equal(composition.run([x, w]), views(x, w))
+        bit_equal(composition.run([x, w]), views(x, w))
 
 
 # ---- text
@@ -164,17 +93,17 @@ def _renamed(graph: fx.Graph) -> fx.Graph:
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 def test_text_does_not_depend_on_names(function: Callable[..., Any]) -> None:
-    graph = _trace(function, dynamic=None)
+    graph = traced(function, dynamic=None)
     text = compose(graph).text
     assert compose(_renamed(graph)).text == text
-    assert compose(_trace(function, m=9, dynamic=None)).text == text  # another trace, another s0
+    assert compose(traced(function, m=9, dynamic=None)).text == text  # another trace, another s0
     assert Composition.from_text(text).text == text
     assert Composition.from_text(text) is Composition.from_text(text)
 
 
 def test_different_subgraphs_have_different_texts() -> None:
     """Control of the test above."""
-    texts = {compose(_trace(f, dynamic=None)).text for f in FUNCTIONS}
+    texts = {compose(traced(f, dynamic=None)).text for f in FUNCTIONS}
     assert len(texts) == len(FUNCTIONS)
 
 
@@ -183,7 +112,7 @@ def test_equal_sites_of_one_graph_have_equal_texts() -> None:
         y = F.linear(x, w)
         return F.linear(y @ w, w), y
 
-    graph = _trace(two_layers, dynamic=None)
+    graph = traced(two_layers, dynamic=None)
     mms = [n for n in graph.nodes if n.target is torch.ops.aten.mm.default]
     x, w = inputs_of(graph)
 
@@ -263,11 +192,11 @@ def test_size_read_from_a_node_without_metadata() -> None:
 
 
 def test_device_follows_the_inputs() -> None:
-    graph = _trace(sizes, dynamic=None)
+    graph = traced(sizes, dynamic=None)
     text = compose(graph).text
     assert '{"device":"input"}' in text
     assert '{"device":"cpu"}' not in text
-    x, w = _args(4)
+    x, w = arguments(4)
     for tensor in _run(Composition.from_text(text), x.to("meta"), w.to("meta")):
         assert tensor.device.type == "meta"
 
@@ -276,7 +205,7 @@ def test_device_follows_the_inputs() -> None:
 
 
 def test_missing_operand_names_the_node() -> None:
-    graph = _trace(linears, dynamic=None)
+    graph = traced(linears, dynamic=None)
     calls, ins, outs = calls_of(graph), inputs_of(graph), outputs_of(graph)
     mm = next(n for n in calls if n.target is torch.ops.aten.mm.default)
     with pytest.raises(CompositionError, match=f"node {mm.name} reads .*, which is no input"):
@@ -313,8 +242,8 @@ def test_python_functions_and_graph_holders_are_refused() -> None:
 
 
 def test_wrong_inputs_at_run_time() -> None:
-    composition = compose(_trace(linears, dynamic=None))
-    x, w = _args(3)
+    composition = compose(traced(linears, dynamic=None))
+    x, w = arguments(3)
     with pytest.raises(CompositionError, match="takes 2 inputs, got 1"):
         composition.run([x])
     with pytest.raises(CompositionError, match=r"input 1 is float32\[8,16\].*bfloat16\[8,16\]"):
@@ -347,7 +276,7 @@ def test_malformed_texts(text: str, message: str) -> None:
 
 def test_operator_of_a_missing_package() -> None:
     """In a process that did not import the package: the operator, its namespace and the fix."""
-    text = compose(_trace(mutation, dynamic=None)).text
+    text = compose(traced(mutation, dynamic=None)).text
     script = (
         "import sys, torch\n"
         "from k3fuse.kernels.common.composition import Composition, CompositionError\n"
@@ -376,62 +305,3 @@ def test_operator_of_a_missing_package() -> None:
     assert "import the package that registers the namespace 'k3fuse_test'" in refused
     x, w = torch.ones(3, 16).bfloat16(), torch.ones(8, 16).bfloat16()
     assert float(value) == mutation(x, w)[0].sum().item()
-
-
-# ---- inside an op
-
-
-def test_op_runs_its_composition_outside_the_policy() -> None:
-    def stock(x: Tensor, w: Tensor) -> Any:
-        return (F.linear(x, w) * 2,)  # not what the op's reference computes: told apart below
-
-    text = compose(_trace(stock, dynamic=None)).text
-    kwargs = {**LOCAL, "composition": text}
-    for m in (1, 64, 65, 200):
-        x, w = _args(m, seed=m)
-        (out,) = torch.ops.k3fuse.attention_projection(x, [w], **kwargs)
-        assert torch.equal(out, stock(x, w)[0]) == (m > 64)
-    planned = {**kwargs, "target": "gb300:tp8"}  # no GPU: stock, at every count
-    x, w = _args(8)
-    (out,) = torch.ops.k3fuse.attention_projection(x, [w], **planned)
-    assert torch.equal(out, stock(x, w)[0])
-
-
-def test_outputs_of_a_composition_are_dense_and_own_their_memory() -> None:
-    """Splits of one GEMM, and a view of the input: both are what the fake op promises."""
-    graph = _trace(linears, dynamic=None)
-    text = compose(graph).text
-    x, w = _args(70)
-    kwargs = {**LOCAL, "composition": text}
-    with pytest.raises(CompositionError, match="the op promises"):
-        torch.ops.k3fuse.attention_projection(x, [w], **kwargs)
-
-    def halves(x: Tensor, a: Tensor, b: Tensor) -> Any:
-        y = F.linear(x, torch.cat([a, b]))
-        return torch.split(y, [a.shape[0], b.shape[0]], dim=-1)
-
-    a, b = w.clone(), torch.cat([w, w[:3]])
-    torch._dynamo.maybe_mark_dynamic(x, 0)
-    graph = trace(halves, (x, a, b), dynamic=None)
-    ins = sorted(inputs_of(graph), key=lambda n: str(n.meta["val"].shape[0]), reverse=True)
-    text = Composition.from_nodes(calls_of(graph), ins, outputs_of(graph)).text
-    out = torch.ops.k3fuse.attention_projection(x, [a, b], **{**LOCAL, "composition": text})
-    assert [t.stride() for t in out] == [(8, 1), (11, 1)]
-    assert out[0].untyped_storage().data_ptr() != out[1].untyped_storage().data_ptr()
-    _bit_equal(out, halves(x, a, b))
-
-
-def test_op_never_returns_its_input() -> None:
-    def passes_through(x: Tensor, w: Tensor) -> Any:
-        return (x.view(x.shape),)
-
-    graph = _trace(passes_through, dynamic=None)
-    x_node = inputs_of(graph)[0]
-    (x, _), w = _args(70), torch.zeros(16, 16).bfloat16()
-    text = Composition.from_nodes([], [x_node, x_node], [x_node]).text
-    (out,) = torch.ops.k3fuse.attention_projection(
-        x[:16], [w], **{**LOCAL, "composition": text, "target": "gb300:tp8"}
-    )
-    assert torch.equal(out, x[:16])
-    out.zero_()
-    assert x[:16].any()

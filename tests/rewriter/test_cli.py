@@ -4,54 +4,26 @@ from __future__ import annotations
 
 import json
 import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from click.testing import CliRunner, Result
 
 from build import DATA
+from calls import MISSING, OK, WRONG_USE, call, document, forget, one_line
 from k3fuse.kernels.common.policy import planned, table
 from k3fuse.patterns import experts
-from k3fuse.rewriter import backend
-from k3fuse.rewriter.cli import main
 from reports import without_a_kernel
 
 LAYER = str(DATA / "layer1_tp8_m4_opaque.json")
-OK, MISSING, WRONG_USE, NOT_REACHED = 0, 1, 2, 3
 KEYS = {"schema", "target", "m", "patterns", "sites", "launches", "nodes", "seconds"}
 
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    backend.reset_reports()
+    forget()
     yield
-    torch._dynamo.reset()
-    backend.reset_reports()
-
-
-def call(*arguments: str | int | Path) -> Result:
-    return CliRunner().invoke(main, [str(a) for a in arguments])
-
-
-def document(result: Result) -> dict[str, Any]:
-    """The one JSON document of standard output; nothing may stand beside it."""
-    parsed: dict[str, Any] = json.loads(result.stdout)
-    return parsed
-
-
-def one_line(result: Result) -> str:
-    """The error line; nothing on standard output, no traceback."""
-    assert result.exit_code == WRONG_USE, (result.exit_code, result.output, result.exception)
-    assert result.stdout == ""
-    lines = [x for x in result.stderr.splitlines() if x and not x.endswith(" ...")]
-    assert len(lines) == 1, result.stderr
-    assert "Traceback" not in result.output
-    return lines[0]
+    forget()
 
 
 @pytest.fixture(scope="module")
@@ -351,55 +323,6 @@ def test_a_bad_expectation(text: str | None, part: str, dump: Path, tmp_path: Pa
     if text is not None:
         file.write_text(text)
     assert part in one_line(call("check", dump, "--expect", file))
-
-
-# --- run ----------------------------------------------------------------------------------------
-
-SCRIPT = """
-import sys
-import torch
-from torch.nn import functional as F
-
-torch.manual_seed(0)
-w, norm = torch.randn(64, 32).bfloat16(), torch.randn(64).bfloat16()
-
-def model(x, residual):
-    total = F.linear(x, w) + residual
-    return F.rms_norm(total, [64], norm, 1e-5), total
-
-if "compile" in sys.argv:
-    options = {"target": "reference", "inner": "eager", "log": "off"}
-    model = torch.compile(model, backend="k3fuse", options=options)
-with torch.no_grad():
-    model(torch.randn(4, 32).bfloat16(), torch.randn(4, 64).bfloat16())
-"""
-
-
-@pytest.fixture
-def script(tmp_path: Path) -> Path:
-    file = tmp_path / "script.py"
-    file.write_text(textwrap.dedent(SCRIPT))
-    return file
-
-
-@pytest.mark.parametrize("dry", [True, False])
-def test_run(dry: bool, script: Path) -> None:
-    before = list(sys.argv)
-    result = call("run", *(["--dry-run"] if dry else []), "--json", script, "compile")
-    assert result.exit_code == OK, result.output
-    d = document(result)
-    assert d["patterns"]["output_projection"]["found"] == 1
-    unchanged = d["nodes"]["before"] == d["nodes"]["after"]
-    assert unchanged is dry
-    assert (d["events"] == {}) is dry
-    assert sys.argv == before
-
-
-def test_run_without_a_compiled_model_is_not_reached(script: Path) -> None:
-    result = call("run", "--json", script)
-    assert result.exit_code == NOT_REACHED
-    assert result.stdout == ""
-    assert "COMPILE_NOT_REACHED" in result.stderr
 
 
 def test_help_and_version() -> None:
