@@ -55,17 +55,19 @@ def run(
 ) -> list[Tensor]:
     """Outputs of one call, as `specs` says.
 
-    The reference runs where the policy names it, `kernel` where it names one, the tensors are on a
-    GPU and `misfit` has nothing against them. A count outside the policy, a row whose kernel does
-    not exist yet, and other tensors run the composition: what the graph held before the rewrite, so
-    never something slower than stock. `complete` adds what the op has more than the graph had.
+    The reference runs where the policy names it and for no tokens, `kernel` where it names one, the
+    tensors are on a GPU and `misfit` has nothing against them. A count outside the policy, a row
+    whose kernel does not exist yet, and other tensors run the composition: what the graph held
+    before the rewrite, so never something slower than stock. `complete` adds what the op has more
+    than the graph had.
     Raises RuntimeError if there is none, CompositionError if it gives other outputs than the op.
     """
     row = table.lookup(target, m)
     whole = complete or (lambda outputs: outputs)
-    if m == 0:
+    if m == 0 and all(0 in spec.shape for spec in specs):
         return [spec.empty(inputs[0]) for spec in specs]
-    if row is not None and row.kernel == REFERENCE:
+    # Without rows there is still an output of a size of its own: the plan of no units.
+    if m == 0 or (row is not None and row.kernel == REFERENCE):
         return _finish(op, whole(reference()), inputs, specs)
     against = ""
     if row is not None and row.kernel is not None and kernel is not None and inputs[0].is_cuda:

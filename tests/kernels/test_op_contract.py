@@ -141,6 +141,16 @@ def test_opcheck_over_generated_shapes(op: str) -> None:
         assert set(failed.values()) == {"SUCCESS"}, f"{what}: {failed}"
 
 
+@pytest.mark.parametrize("target", ["reference", "gb300:tp8"])
+def test_the_plan_of_no_tokens_has_no_units(target: str) -> None:
+    case = router(Draw(1), 0, 8, 16, 32, 2, quantize=True, plan=True)
+    case.kwargs["target"] = target
+    *rows, plan = case()
+    assert not any(row.numel() for row in rows)
+    assert plan[0] == 0
+    assert (plan[1:] == -1).all()
+
+
 def test_the_contract_check_can_fail() -> None:
     """Control: an op that returns a view of its input and one that writes into it are caught."""
     x = torch.ones(2, 3)
