@@ -9,7 +9,7 @@ from typing import Any
 FIRST = [
     "index.md", "first_ten_minutes.md", "vllm.md", "reading_a_report.md", "options.md",
     "sources.md", "writing_a_pattern.md", "writing_a_kernel.md", "workbench.md", "simulator.md",
-    "architecture.md", "glossary.md",
+    "simulator_races.md", "architecture.md", "glossary.md",
 ]  # fmt: skip
 FOLDERS = ("patterns", "kernels", "reasons", "examples")
 
