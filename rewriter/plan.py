@@ -83,9 +83,9 @@ class Planner:
         done: set[int] = set()
         for site in sites:
             if id(site) not in done:
-                new = self._units_of(site)
-                done |= {id(s) for unit in new for s, _ in unit}
-                made += new
+                pair = site.hand_over
+                done |= {id(s) for s in ((pair.giver, pair.taker) if pair else (site,))}
+                made += self._units_of(site)
         return made
 
     def _units_of(self, site: Site) -> list[Unit]:

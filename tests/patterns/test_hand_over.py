@@ -83,7 +83,7 @@ def block(how: Spelling) -> Callable[..., tuple[Tensor, ...]]:
         ids = torch.topk(score + bias, TOP)[1]
         chosen = score.gather(-1, ids)
         weights = (chosen / (chosen.sum(-1, keepdim=True) + 1e-20)).to(BF16)
-        latent = F.linear(x, down_latent)
+        latent = F.linear(other if how.latent == "of another row" else x, down_latent)
         read = latent + 1 if how.latent == "plus one" else latent
         used = (ids + 1) % E if how.ids == "the next" else ids
         factors = weights * 2 if how.weights == "doubled" else weights
