@@ -26,7 +26,7 @@ from k3fuse.patterns.moe import (
     row_nodes,
     slices_between,
 )
-from k3fuse.patterns.policy import others_share, pick
+from k3fuse.patterns.policy import ahead, others_share, pick
 from k3fuse.rewriter.canonical import dtype_of
 from k3fuse.rewriter.guards import Guard, Value
 from k3fuse.rewriter.pattern import Pattern
@@ -35,7 +35,16 @@ from k3fuse.rewriter.recognise.all_reduce import AllReduce
 from k3fuse.rewriter.recognise.experts import RoutedExperts
 from k3fuse.rewriter.recognise.linear import Linear
 from k3fuse.rewriter.recognise.rms_norm import RmsNorm
-from k3fuse.rewriter.site import HandOver, Kernel, NearMiss, Output, Replacement, Site, in_order
+from k3fuse.rewriter.site import (
+    Ahead,
+    HandOver,
+    Kernel,
+    NearMiss,
+    Output,
+    Replacement,
+    Site,
+    in_order,
+)
 from k3fuse.rewriter.target import Target
 from k3fuse.rewriter.view import GraphView, op_of, shape_of
 
@@ -380,3 +389,9 @@ class Experts(Pattern):
         unread = 0 if up is None else others_share([up.n], up.k, up.dtype, target)
         table = TAKING if site.facts[3] is not None else EXPERTS_TABLE
         return pick(TAIL_TABLE if site.form == "tail" else table, site, target, unread=unread)
+
+    def ahead(self, site: Site, target: Target) -> Ahead | None:
+        """Beside the tail's exchange; without one there is nothing to wait for."""
+        found: Tail = site.facts[0]
+        reduce = found.reduce_routed or found.reduce_shared
+        return None if reduce is None else ahead(site, target, reduce.group)

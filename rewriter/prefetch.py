@@ -26,8 +26,9 @@ def with_prefetch(
 ) -> list[Unit]:
     """The units, where an op that can ask ahead names what the sites behind it read.
 
-    Up to and with the next site that can ask itself. Sites get notes, `prefetched`, and their
-    kernels the launches. Each weight is named once, before its first reader. No edit.
+    Up to and with the next site that can ask itself, or that with which a call is full. Sites get
+    notes, `prefetched`, and their kernels the launches. Each weight is named once, before its first
+    reader. No edit.
     """
     named = {p.name: p for p in patterns}
     sites = sorted((s for unit in planned for s, _ in unit), key=lambda s: view.index[s.anchor])
@@ -49,7 +50,7 @@ def with_prefetch(
                 break
             for read in reads:
                 choice.offer(read)
-            if able[id(other)] is not None:
+            if able[id(other)] is not None or choice.left <= 0:
                 break
     return [[(s, _named(s, r, chosen.get(id(s)))) for s, r in unit] for unit in planned]
 

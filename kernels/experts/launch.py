@@ -32,6 +32,7 @@ from k3fuse.kernels.experts.config import CLUSTER, MAX_EXPERTS, WARPS
 from k3fuse.kernels.experts.layouts import ROWS, TRTLLM
 from k3fuse.kernels.experts.policy import BLOCK, ENGINES, ENVIRONMENT, TWIN, engine_of
 from k3fuse.kernels.experts.reference import Activation
+from k3fuse.kernels.prefetch.launch import NOTHING, Ahead
 from k3fuse.kernels.tail import launch as tail
 from k3fuse.kernels.tail.mix import Mix
 from k3fuse.kernels.tail.policy import TABLE as TAIL
@@ -318,13 +319,14 @@ def launch(
     rounding: Collection[str],
     mix: Mix | None = None,
     *,
+    ahead: Ahead = NOTHING,
     runtime: Runtime = RUNTIME,
     space: Callable[[str, int], Workspace] = tail.mailboxes,
 ) -> list[Tensor]:
     """Run a policy row's kernels on operands without a `misfit`; [delta], all [M, H] and BF16.
 
     With the AttnRes behind it: [delta, mix, new prefix]. rounding: members of `reference.ROUNDING`.
-    Raises ExchangeError, LaunchError.
+    ahead: weights of later ops, prefetched before the tail. Raises ExchangeError, LaunchError.
     """
     norm, up = given.latent_norm_weight, given.up_weight
     last = TAIL.lookup(target, given.hidden.shape[0])
@@ -334,7 +336,7 @@ def launch(
     routed, shared = partials(row, target, given, activation, floor, runtime=runtime)
     delta = tail.launch(
         last, target, group, routed, shared, norm, up, eps, "round_before_weight" in rounding,
-        runtime=runtime, space=space,
+        ahead=ahead, runtime=runtime, space=space,
     )  # fmt: skip
     if mix is None:
         return [delta]

@@ -17,6 +17,8 @@ from k3fuse.kernels.experts import mix as behind
 from k3fuse.kernels.experts import reference
 from k3fuse.kernels.experts.launch import Operands, launch, misfit
 from k3fuse.kernels.experts.policy import TABLE
+from k3fuse.kernels.prefetch.launch import SCHEMA as AHEAD
+from k3fuse.kernels.prefetch.launch import given as next_weights
 
 NAME = "experts"
 SCHEMA = (
@@ -25,7 +27,7 @@ SCHEMA = (
     "Tensor? shared_down, Tensor? latent_norm_weight, Tensor? up_weight, str activation, "
     "float beta, float linear_beta, float eps, str rounding, Tensor? shared_row=None, "
     f"Tensor? latent_q=None, Tensor? latent_scale=None, {behind.SCHEMA}, *, str target, str group, "
-    "str composition) -> Tensor[]"
+    f"str composition, {AHEAD}) -> Tensor[]"
 )
 # Positions: the tensors of every form, then the numbers, then what a router has made: the shared
 # expert's hidden row (SiTU of gate and up, BF16 [M, S]) in place of shared_hidden and
@@ -189,7 +191,11 @@ def _check_ids(topk_ids: Tensor, experts: int) -> None:
             )
 
 
-def _run(*arguments: Any, target: str, group: str, composition: str) -> list[Tensor]:
+def _run(
+    *arguments: Any, target: str, group: str, composition: str,
+    prefetch: Sequence[Tensor] | None = None, prefetch_split: Sequence[int] = (),
+) -> list[Tensor]:  # fmt: skip
+    ahead = next_weights(prefetch, prefetch_split)
     specs = _specs(*arguments)
     tensors, numbers = arguments[:_TENSORS], arguments[_TENSORS : _TENSORS + _NUMBERS]
     made = dict(zip(MADE, arguments[_TENSORS + _NUMBERS : _MIX], strict=False))
@@ -217,12 +223,18 @@ def _run(*arguments: Any, target: str, group: str, composition: str) -> list[Ten
         inputs=dispatch.operands(experts, no_mxfp8),
         specs=specs,
         reference=meaning,
-        kernel=lambda row: launch(row, target, group, given, activation, eps, flags, mix),
+        kernel=lambda row: launch(
+            row, target, group, given, activation, eps, flags, mix, ahead=ahead
+        ),
         misfit=lambda row: misfit(row, target, given, activation, mix),
     )
 
 
-def _fake(*arguments: Any, target: str, group: str, composition: str) -> list[Tensor]:
+def _fake(
+    *arguments: Any, target: str, group: str, composition: str,
+    prefetch: Sequence[Tensor] | None = None, prefetch_split: Sequence[int] = (),
+) -> list[Tensor]:  # fmt: skip
+    next_weights(prefetch, prefetch_split)
     TABLE.lookup(target, 1)
     return [spec.empty(arguments[0]) for spec in _specs(*arguments)]
 

@@ -27,6 +27,8 @@ from k3fuse.kernels.common.operands import (
 )
 from k3fuse.kernels.common.policy import Row, chip_of
 from k3fuse.kernels.common.runtime import RUNTIME, Runtime
+from k3fuse.kernels.prefetch.launch import NOTHING, Ahead
+from k3fuse.kernels.prefetch.launch import launch as prefetch
 from k3fuse.kernels.tail.builder import BUILDER, MAX_BLOCKS, config_of
 from k3fuse.kernels.tail.mailbox import LATENT, TailMailbox
 from k3fuse.kernels.tail.mix import Mix
@@ -98,6 +100,7 @@ def launch(
     eps: float,
     round_before: bool,
     *,
+    ahead: Ahead = NOTHING,
     runtime: Runtime = RUNTIME,
     space: Callable[[str, int], Workspace] = mailboxes,
 ) -> Tensor:
@@ -105,13 +108,14 @@ def launch(
 
     routed [M, 3584], shared [M, H]: this rank's partials, of any stride: rows that cannot be read
     in place are copied. norm_weight [3584]. up_weight [H, 3584], whole on every rank: each reads
-    its H / tp rows of it in place. Raises ExchangeError, LaunchError.
+    its H / tp rows of it in place. ahead: weights of later ops, prefetched beside the exchange.
+    Raises ExchangeError, LaunchError.
     """
     _, tp = chip_of(target)
     boxes = space(group, tp)
     chosen = variant(row, target, round_before, boxes.multicast)
     out = routed.new_empty(routed.shape[0], up_weight.shape[0])
-    call = _Call(boxes, routed, shared, norm_weight, up_weight, eps)
+    call = _Call(target, boxes, routed, shared, norm_weight, up_weight, eps, ahead)
     call.run(chosen, {"out": address(out)}, runtime)
     return out
 
@@ -158,6 +162,7 @@ def launch_mixed(
     round_before: bool,
     mix: Mix,
     *,
+    ahead: Ahead = NOTHING,
     runtime: Runtime = RUNTIME,
     space: Callable[[str, int], Workspace] = mailboxes,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -170,7 +175,7 @@ def launch_mixed(
     if row.kernel != MIXED:
         delta = launch(
             row, target, group, routed, shared, norm_weight, up_weight, eps, round_before,
-            runtime=runtime, space=space,
+            ahead=ahead, runtime=runtime, space=space,
         )  # fmt: skip
         mixed, new_prefix = _attn_res(target, delta, mix, runtime)
         return delta, mixed, new_prefix
@@ -198,7 +203,7 @@ def launch_mixed(
         "mix_eps": float_bits(mix.eps),
         "out_eps": float_bits(mix.out_eps),
     }
-    call = _Call(boxes, routed, shared, norm_weight, up_weight, eps)
+    call = _Call(target, boxes, routed, shared, norm_weight, up_weight, eps, ahead)
     call.run(chosen, values, runtime)
     return out, mixed, new_prefix
 
@@ -207,12 +212,14 @@ def launch_mixed(
 class _Call:
     """What both forms of the kernel are told."""
 
+    target: str
     boxes: Workspace
     routed: Tensor
     shared: Tensor
     norm_weight: Tensor
     up_weight: Tensor
     eps: float
+    ahead: Ahead
 
     def run(self, chosen: Variant, more: dict[str, int], runtime: Runtime) -> None:
         """Launch it. more: the parameters of the form, by name."""
@@ -234,6 +241,7 @@ class _Call:
             **more,
         }
         config = config_of(chosen)
+        prefetch(self.target, self.routed.shape[0], self.ahead, boxes.rank, runtime=runtime)
         runtime.kernel(chosen)(*(values[name] for name in (*config.addresses, *config.sizes)))
 
 

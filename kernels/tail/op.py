@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from k3fuse.kernels.common import check, dispatch
 from k3fuse.kernels.common.dispatch import Spec
 from k3fuse.kernels.common.library import register
+from k3fuse.kernels.prefetch.launch import SCHEMA as AHEAD
+from k3fuse.kernels.prefetch.launch import given
 from k3fuse.kernels.tail import reference
 from k3fuse.kernels.tail.launch import launch, misfit
 from k3fuse.kernels.tail.policy import TABLE
@@ -14,7 +18,7 @@ from k3fuse.kernels.tail.policy import TABLE
 NAME = "tail"
 SCHEMA = (
     f"{NAME}(Tensor routed, Tensor shared, Tensor norm_weight, Tensor up_weight, float eps, *, "
-    "str target, str group, str composition) -> Tensor"
+    f"str target, str group, str composition, {AHEAD}) -> Tensor"
 )
 
 
@@ -38,7 +42,10 @@ def _run(
     target: str,
     group: str,
     composition: str,
+    prefetch: Sequence[Tensor] | None = None,
+    prefetch_split: Sequence[int] = (),
 ) -> Tensor:
+    ahead = given(prefetch, prefetch_split)
     (delta,) = dispatch.run(
         TABLE,
         NAME,
@@ -51,7 +58,9 @@ def _run(
             reference.tail(routed, shared, norm_weight, up_weight, eps, group),
         ],
         kernel=lambda row: [
-            launch(row, target, group, routed, shared, norm_weight, up_weight, eps, True)
+            launch(
+                row, target, group, routed, shared, norm_weight, up_weight, eps, True, ahead=ahead
+            )
         ],
         misfit=lambda _: misfit(routed, shared, norm_weight, up_weight),
     )
@@ -68,8 +77,11 @@ def _fake(
     target: str,
     group: str,
     composition: str,
+    prefetch: Sequence[Tensor] | None = None,
+    prefetch_split: Sequence[int] = (),
 ) -> Tensor:
     TABLE.lookup(target, 1)
+    given(prefetch, prefetch_split)
     return _spec(routed, shared, norm_weight, up_weight).empty(routed)
 
 

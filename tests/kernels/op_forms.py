@@ -151,6 +151,7 @@ FORMS: dict[str, Builder] = {
         activation="silu",
         rounding="round_before_weight",
     ),
+    "experts/prefetch": lambda d, m: prefetching(d, experts(d, m, 8, d.pick(1, 9), 3, 1)),
     "experts/routed_only": lambda d, m: experts(d, m, d.pick(2, 20), d.pick(1, 9), 3, 1),
     "experts/mixed": lambda d, m: mixed(
         experts(d, m, d.pick(2, 20), d.pick(1, 9), 3, 1, hidden=d.pick(2, 40), shared=3),
@@ -192,5 +193,6 @@ FORMS: dict[str, Builder] = {
         shared=8,
         layout="trtllm",
     ),
+    "tail/prefetch": lambda d, m: prefetching(d, tail(d, m, d.pick(1, 40), d.pick(1, 40))),
     "tail/all": lambda d, m: tail(d, m, d.pick(1, 40), d.pick(1, 40)),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections import Counter
 from importlib.resources import files
 from typing import Any
 
@@ -104,6 +105,45 @@ def test_behind_the_output_projection_the_router_reads() -> None:
         weights: Any = node.kwargs["prefetch"]
         for weight, name in zip(weights, names, strict=True):
             assert f"layers_{layer}_{name}" in weight.name
+
+
+def test_behind_the_tail_the_next_attention_reads() -> None:
+    report, graph = rewritten(5, 8, 8, prefetch=True)
+    sites = [s for s in report.sites if s.pattern == "experts"]
+    assert [s.prefetched_bytes for s in sites] == [MOST_BYTES] * 3 + [0]  # the last has none behind
+    tails = [n for n in asking(graph) if "k3fuse.experts" in str(n.target)]
+    assert [[w.name for w in n.kwargs["prefetch"]] for n in tails] == [  # type: ignore[union-attr]
+        [f"layers_{layer}_self_attn_in_proj_weight"] for layer in (2, 3, 4)
+    ]
+    assert not any("prefetch_split" in n.kwargs for n in tails)
+    assert [s.kernel.launches for s in sites if s.kernel] == [3, 3, 3, 2]
+    assert report.launches == {"kda_layer": 10, "mla_layer": 12}
+
+
+def test_of_rows_that_the_ranks_split_a_rank_asks_for_its_own() -> None:
+    """Latent attention's q_a and kv_a with both options: a share of 2112 rows, then the gate's."""
+    report, graph = rewritten(4, 8, 8, "list-separate", prefetch=True, row_sharded=True)
+    (node,) = [n for n in asking(graph) if "prefetch_split" in n.kwargs and "experts" in n.name][:1]
+    site = next(s for s in report.sites if s.pattern == "experts" and s.layer == 2)
+    assert node.kwargs["prefetch_split"] == [1536, 576, 0]
+    sizes = [1536 // 8 * HIDDEN * 2, 576 // 8 * HIDDEN * 2]
+    assert [size for _, size in site.prefetched] == [*sizes, MOST_BYTES - sum(sizes)]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("tp", [8, 16])
+def test_the_whole_model(tp: int) -> None:
+    """92 output projections behind the dense layer, 91 tails with an attention behind them."""
+    report, graph = rewritten(93, tp, 8, prefetch=True)
+    check_order(graph)
+    router = (896 // tp + 3584 // tp + 12288 // tp) * HIDDEN * 2
+    sizes = Counter((s.pattern, s.prefetched_bytes) for s in report.sites if s.prefetched)
+    assert sizes == {
+        ("output_projection", min(router, MOST_BYTES)): 92, ("experts", MOST_BYTES): 91
+    }  # fmt: skip
+    assert report.prefetched_bytes == 92 * min(router, MOST_BYTES) + 91 * MOST_BYTES
+    assert report.launches == {"kda_layer": 10, "mla_layer": 12}
+    assert f"prefetch: {report.prefetched_bytes} bytes" in report.summary()
 
 
 def test_where_the_policy_has_no_row_nothing_is_named() -> None:

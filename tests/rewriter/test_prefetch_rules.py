@@ -131,8 +131,8 @@ def test_the_cap_cuts_the_last_weight_and_says_so() -> None:
     chain = Chain()
     weights = [chain.weight(f"w{i}") for i in range(3)]
     site = chain.site(Ahead(SIZE + 100, 4, 1, "tp"))
-    for weight in weights:
-        chain.reader(weight)
+    chain.site(reads=[Read(weight, SIZE) for weight in weights])
+    chain.reader(chain.weight("beyond"))
     assert names(chain.plan()[0]) == ["w0", "w1"]
     assert site.prefetched == (("w0", SIZE), ("w1", 100))
     assert site.notes == (

@@ -37,6 +37,7 @@ from k3fuse.kernels.experts.policy import (
     mixes,
 )
 from k3fuse.kernels.experts.reference import Activation
+from k3fuse.kernels.prefetch.launch import Ahead
 from k3fuse.kernels.simulator import Inside, Launch, TensorMap, simulate_sequence
 from k3fuse.kernels.tail.builder import config_of as tail_config
 from k3fuse.kernels.tail.mix import Mix
@@ -296,6 +297,24 @@ def test_the_op_ends_with_the_tail() -> None:
         assert took["routed"] == made_of["routed"]
         assert took["shared"] == made_of["shared_out"]
         assert last.size("m") == made.size("m") >= m
+
+
+def test_the_next_weights_are_asked_for_before_the_tail() -> None:
+    mapped = SimpleNamespace(multicast=4096, addresses=tuple(range(0, 16 * 4096, 4096)))
+    space = SimpleNamespace(own=0, rank=3, multicast=True, mapped=mapped)
+    weight = torch.zeros(64, 64, dtype=BF16)
+    for m, asked in ((8, ["l2_prefetch"]), (9, [])):
+        row = TABLE.lookup(TARGET, m)
+        assert row is not None
+        recorder = Recorder()
+        runtime: Any = recorder
+        place: Any = lambda group, tp: space  # noqa: E731
+        launch(
+            row, TARGET, "g", operands(m), SITU, 1e-5, set(), ahead=Ahead([weight]),
+            runtime=runtime, space=place,
+        )  # fmt: skip
+        ops = [variant.op for variant, _ in recorder.launched]
+        assert ops == ["shared_gate_up", "experts", *asked, "tail"]
 
 
 def mix_behind(m: int, num_blocks: int = 2, norm: bool = True) -> Mix:
