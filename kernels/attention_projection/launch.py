@@ -15,6 +15,7 @@ from k3fuse.kernels.attention_projection.stream_config import ELEMENT
 from k3fuse.kernels.build.errors import VariantError
 from k3fuse.kernels.build.launch import Rows
 from k3fuse.kernels.build.variant import Variant, parameter_names
+from k3fuse.kernels.common import placement
 from k3fuse.kernels.common.operands import ALIGNMENT, address, pitch, readable
 from k3fuse.kernels.common.policy import Row, chip_of
 from k3fuse.kernels.common.runtime import RUNTIME, Runtime
@@ -51,21 +52,33 @@ def misfit(row: Row, target: str, x: Tensor, weights: Sequence[Tensor]) -> str:
 
 def unreadable(stream: bool, x: Tensor, weights: Sequence[Tensor]) -> str:
     """Why an engine cannot read operands, "" where it can. stream: the stream kernel."""
+    if unfit := narrow(x, weights):
+        return unfit
+    for i, weight in enumerate(weights):
+        if reason := misplaced(stream, weight):
+            return f"weights[{i}] {reason}"
+    return ""
+
+
+def narrow(x: Tensor, weights: Sequence[Tensor]) -> str:
+    """Why no engine multiplies operands of their dtypes, "" where they are BF16."""
     for name, tensor in (("x", x), *((f"weights[{i}]", w) for i, w in enumerate(weights))):
         if tensor.dtype != torch.bfloat16:
             return f"{name} is {tensor.dtype}, the kernel takes torch.bfloat16"
-    for i, weight in enumerate(weights):
-        if not stream and not weight.is_contiguous():
-            return f"weights[{i}] has strides {weight.stride()}, the kernel reads contiguous rows"
-        apart = _apart(weight)
-        if weight.stride(1) != 1 or apart % ALIGNMENT or apart < x.shape[1] * ELEMENT:
-            return (
-                f"weights[{i}] has strides {weight.stride()}, the kernel reads rows of neighbouring"
-                f" elements that lie a multiple of {ALIGNMENT} bytes apart"
-            )
-        if weight.data_ptr() % ALIGNMENT:
-            return f"weights[{i}] starts at no multiple of {ALIGNMENT} bytes"
     return ""
+
+
+def misplaced(stream: bool, weight: Tensor) -> str:
+    """Why an engine cannot read a weight [N, K] in place, "" where it can."""
+    if not stream:
+        return placement.misplaced(weight)
+    apart = _apart(weight)
+    if weight.stride(1) != 1 or apart % ALIGNMENT or apart < weight.shape[1] * ELEMENT:
+        return (
+            f"has strides {weight.stride()}, the kernel reads rows of neighbouring elements that"
+            f" lie a multiple of {ALIGNMENT} bytes apart"
+        )
+    return placement.unaligned(weight)
 
 
 def launch(

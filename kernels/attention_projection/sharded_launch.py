@@ -9,7 +9,7 @@ from torch import Tensor
 
 from k3fuse.kernels.attention_projection.builder import rows_shape
 from k3fuse.kernels.attention_projection.config import MAX_WEIGHTS
-from k3fuse.kernels.attention_projection.launch import inputs, unreadable
+from k3fuse.kernels.attention_projection.launch import inputs, misplaced, narrow
 from k3fuse.kernels.attention_projection.policy import SHARDED_STREAM
 from k3fuse.kernels.attention_projection.sharded_builder import BUILDER, sharded_of, split_shape
 from k3fuse.kernels.attention_projection.share import RowMailbox
@@ -17,6 +17,7 @@ from k3fuse.kernels.build.errors import VariantError
 from k3fuse.kernels.build.variant import Variant, parameter_names
 from k3fuse.kernels.common.exchange import Workspace, workspace
 from k3fuse.kernels.common.operands import address, readable
+from k3fuse.kernels.common.placement import placed
 from k3fuse.kernels.common.policy import Row, chip_of
 from k3fuse.kernels.common.runtime import RUNTIME, Runtime
 
@@ -38,11 +39,13 @@ def variant(
 def misfit(
     row: Row, target: str, x: Tensor, weights: Sequence[Tensor], split: Sequence[int], group: str
 ) -> str:
-    """Why the kernel cannot serve these operands, "" where it can; as for the whole weights."""
+    """Why the kernel cannot serve these operands, "" where it can; alike on all ranks.
+
+    x of any stride, weights wherever they lie.
+    """
     if not group:
         return "no group is named, the kernel exchanges rows over one"
-    unfit = unreadable(row.kernel == SHARDED_STREAM, x, weights)
-    if unfit:
+    if unfit := narrow(x, weights):
         return unfit
     if len(weights) > MAX_WEIGHTS:
         return f"there are {len(weights)} weights, the kernel takes {MAX_WEIGHTS}"
@@ -69,11 +72,14 @@ def launch(
 
     The weights are the whole ones; each rank reads its share of the first split_i rows of them. x
     and those rows are equal on all ranks, which call this with the same M. Raises ExchangeError,
-    LaunchError.
+    LaunchError. What cannot be read in place is copied.
     """
     _, tp = chip_of(target)
     layout = RowMailbox(tp, sum(split))
     mailboxes = (space or partial(workspace, layout=layout))(group, tp)
+    stream = row.kernel == SHARDED_STREAM
+    named = {f"weights[{i}]": weight for i, weight in enumerate(weights)}
+    weights = list(placed("attention_projection", named, partial(misplaced, stream)).values())
     rows = readable(x)
     heights = tuple(weight.shape[0] for weight in weights)
     multicast = mailboxes.multicast
@@ -82,7 +88,7 @@ def launch(
     read = [part.of(weights[part.weight], mailboxes.rank) for part in parts]
     outs = [x.new_empty(x.shape[0], height) for height in heights]
     values = {
-        **inputs(row.kernel == SHARDED_STREAM, rows, read),
+        **inputs(stream, rows, read),
         **{f"out{i}": address(out) for i, out in enumerate(outs)},
         "mailbox": mailboxes.own,
         "multicast": mailboxes.mapped.multicast,

@@ -60,7 +60,11 @@ def run(
     whose kernel does not exist yet, and other tensors run the composition: what the graph held
     before the rewrite, so never something slower than stock. `complete` adds what the op has more
     than the graph had.
-    Raises RuntimeError if there is none, CompositionError if it gives other outputs than the op.
+
+    An op that exchanges rows must go the same way on all ranks of its group: its `misfit` may ask
+    for what they have agreed on (dtypes, shapes, form), not for where a tensor lies (`placement`).
+    Raises RuntimeError if there is no composition, CompositionError if it gives other outputs than
+    the op.
     """
     row = table.lookup(target, m)
     whole = complete or (lambda outputs: outputs)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,14 +14,8 @@ from k3fuse.kernels.build.errors import LaunchError, VariantError
 from k3fuse.kernels.build.launch import Rows
 from k3fuse.kernels.build.variant import Variant, parameter_names
 from k3fuse.kernels.common.exchange import Workspace
-from k3fuse.kernels.common.operands import (
-    ALIGNMENT,
-    address,
-    dense,
-    float_bits,
-    pitch,
-    readable,
-)
+from k3fuse.kernels.common.operands import address, dense, float_bits, pitch, readable
+from k3fuse.kernels.common.placement import misplaced, placed
 from k3fuse.kernels.common.policy import MAX_M, Row, chip_of
 from k3fuse.kernels.common.runtime import RUNTIME, Runtime
 from k3fuse.kernels.experts import gate_up
@@ -169,8 +164,11 @@ def variants(
 def misfit(
     row: Row, target: str, given: Operands, activation: Activation, mix: Mix | None = None
 ) -> str:
-    """Why the kernels cannot serve these operands, "" where they can. Rows may have any stride."""
-    if against := partials_misfit(row, target, given, activation):
+    """Why the kernels cannot serve these operands, "" where they can; alike on all ranks.
+
+    Rows may have any stride, weights lie anywhere.
+    """
+    if against := _kinds_misfit(row, target, given, activation):
         return against
     if given.latent_norm_weight is None or given.up_weight is None:
         return "there is no latent norm with an up-projection, which the tail's kernel computes"
@@ -180,7 +178,18 @@ def misfit(
 
 
 def partials_misfit(row: Row, target: str, given: Operands, activation: Activation) -> str:
-    """Why `partials` cannot serve these operands, "" where it can. Rows may have any stride."""
+    """Why `partials` cannot serve these operands, "" where it can. Rows may have any stride.
+
+    It exchanges nothing, so a rank whose weights lie badly may go another way than its peers.
+    """
+    for name, tensor in given.weights.items():
+        if reason := misplaced(tensor):
+            return f"{name} {reason}"
+    return _kinds_misfit(row, target, given, activation)
+
+
+def _kinds_misfit(row: Row, target: str, given: Operands, activation: Activation) -> str:
+    """Why the kernels compute no experts of such dtypes and sizes, "" where they do."""
     if activation.name != "situ":
         return f"activation is {activation.name!r}, the kernels compute 'situ'"
     if given.w13_scale is None or given.w2_scale is None:
@@ -194,11 +203,6 @@ def partials_misfit(row: Row, target: str, given: Operands, activation: Activati
         return f"topk_weights is {given.topk_weights.dtype}, the kernel takes BF16 or FP32"
     if given.w13.shape[0] > MAX_EXPERTS:
         return f"there are {given.w13.shape[0]} experts, the kernel sorts {MAX_EXPERTS}"
-    for name, tensor in given.weights.items():
-        if not tensor.is_contiguous():
-            return f"{name} has strides {tensor.stride()}, the kernels read contiguous rows"
-        if tensor.data_ptr() % ALIGNMENT:
-            return f"{name} starts at no multiple of {ALIGNMENT} bytes"
     try:
         variants(row, target, given, False)
     except VariantError as error:
@@ -325,14 +329,16 @@ def launch(
 ) -> list[Tensor]:
     """Run a policy row's kernels on operands without a `misfit`; [delta], all [M, H] and BF16.
 
-    With the AttnRes behind it: [delta, mix, new prefix]. rounding: members of `reference.ROUNDING`.
-    ahead: weights of later ops, prefetched before the tail. Raises ExchangeError, LaunchError.
+    With the AttnRes behind it: [delta, mix, new prefix]. Weights that cannot be read in place are
+    copied. rounding: members of `reference.ROUNDING`. ahead: weights of later ops, prefetched
+    before the tail. Raises ExchangeError, LaunchError.
     """
     norm, up = given.latent_norm_weight, given.up_weight
     last = TAIL.lookup(target, given.hidden.shape[0])
     if norm is None or up is None or last is None:
         raise LaunchError("these operands have a misfit; ask `misfit` before the launch")
     floor = "hidden_floor" in rounding
+    given = _in_place(given)
     routed, shared = partials(row, target, given, activation, floor, runtime=runtime)
     delta = tail.launch(
         last, target, group, routed, shared, norm, up, eps, "round_before_weight" in rounding,
@@ -341,3 +347,10 @@ def launch(
     if mix is None:
         return [delta]
     return [delta, *behind.launch(mix, target, delta, runtime=runtime)]
+
+
+def _in_place(given: Operands) -> Operands:
+    """The operands with copies of weights that the kernels cannot read in place."""
+    found: dict[str, Any] = {**placed("experts", given.weights)}
+    halves = [found.pop(f"shared_gate_up[{i}]") for i in range(len(given.shared_gate_up))]
+    return replace(given, shared_gate_up=halves, **found)

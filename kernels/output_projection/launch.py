@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import ClassVar
 
+import torch
 from torch import Tensor
 
+from k3fuse.kernels.build.errors import VariantError
 from k3fuse.kernels.build.variant import Variant, parameter_names
 from k3fuse.kernels.common.exchange import Workspace, workspace
+from k3fuse.kernels.common.geometry import HIDDEN
 from k3fuse.kernels.common.operands import address, block_rows, float_bits, pitch, readable
+from k3fuse.kernels.common.placement import placed
 from k3fuse.kernels.common.policy import Row, chip_of
 from k3fuse.kernels.common.runtime import RUNTIME, Runtime
-from k3fuse.kernels.output_projection.builder import BUILDER
+from k3fuse.kernels.output_projection.builder import BUILDER, config_of
 from k3fuse.kernels.output_projection.config import CONSUMER, FUSED, PRODUCER
 from k3fuse.kernels.output_projection.policy import FUSED as FUSED_KERNEL
 from k3fuse.kernels.output_projection.policy import TWO_SHOT
@@ -48,6 +53,14 @@ class Residual:
     eps: float
     out_eps: float
 
+    NAMES: ClassVar[tuple[str, ...]] = ("score_norm", "score_proj", "out_norm")
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """Those of the residual's weights that the form has, by name."""
+        found = {name: getattr(self, name) for name in self.NAMES}
+        return {name: weight for name, weight in found.items() if weight is not None}
+
 
 @lru_cache(maxsize=256)
 def variants(row: Row, target: str, form: Form, multicast: bool) -> tuple[Variant, ...]:
@@ -70,6 +83,25 @@ def variants(row: Row, target: str, form: Form, multicast: bool) -> tuple[Varian
     return tuple(BUILDER.variant(arch, shape, {**config, "stage": stage}) for stage in stages)
 
 
+def misfit(row: Row, target: str, x: Tensor, weight: Tensor, residual: Residual) -> str:
+    """Why the kernels cannot serve these operands, "" where they can; alike on all ranks.
+
+    Rows may have any stride, weights lie anywhere.
+    """
+    rows = {"prefix": residual.prefix, **{f"blocks[{i}]": b for i, b in enumerate(residual.blocks)}}
+    for name, tensor in {"x": x, "weight": weight, **residual.weights, **rows}.items():
+        if tensor is not None and tensor.dtype != torch.bfloat16:
+            return f"{name} is {tensor.dtype}, the kernel takes torch.bfloat16"
+    try:
+        first, *_ = variants(row, target, residual.form, True)
+    except VariantError as error:
+        return str(error)
+    taken = (HIDDEN, config_of(first).k)
+    if tuple(weight.shape) != taken:
+        return f"weight is {tuple(weight.shape)}, the kernel takes {taken}"
+    return ""
+
+
 def launch(
     row: Row,
     target: str,
@@ -85,23 +117,22 @@ def launch(
     """Run a policy row's kernels; returns [out, new_prefix], [M, H] each, BF16.
 
     x [M, K] and the residual rows may have any stride: rows that the kernels cannot read in place
-    are copied first. weight [H, K] must be contiguous and 16-byte aligned, as all weights.
-    ahead: weights of later ops, prefetched beside the exchange. Raises ExchangeError, LaunchError.
+    are copied first, and so are weights. weight [H, K]. ahead: weights of later ops, prefetched
+    beside the exchange. Raises ExchangeError, LaunchError.
     """
     _, tp = chip_of(target)
     mailboxes = space(group, tp)
+    weights = placed("output_projection", {"weight": weight, **residual.weights})
     x_rows = readable(x)
     prefix = None if residual.prefix is None else readable(residual.prefix)
     blocks = block_rows(residual.blocks, max(residual.form.blocks, 0))
     out, new_prefix = (x.new_empty(x.shape[0], weight.shape[0]) for _ in range(2))
     values = {
         "x": address(x_rows),
-        "weight": address(weight),
+        "weight": address(weights["weight"]),
         "mailbox": mailboxes.own,
         "prefix": address(prefix),
-        "score_norm": address(residual.score_norm),
-        "score_proj": address(residual.score_proj),
-        "out_norm": address(residual.out_norm),
+        **{name: address(weights.get(name)) for name in Residual.NAMES},
         "out": address(out),
         "new_prefix": address(new_prefix),
         **{f"block{i}": address(block) for i, block in enumerate(blocks)},

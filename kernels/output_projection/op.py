@@ -11,7 +11,7 @@ from k3fuse.kernels.common import check, dispatch
 from k3fuse.kernels.common.dispatch import Spec
 from k3fuse.kernels.common.library import register
 from k3fuse.kernels.output_projection import reference
-from k3fuse.kernels.output_projection.launch import Form, Residual, launch
+from k3fuse.kernels.output_projection.launch import Form, Residual, launch, misfit
 from k3fuse.kernels.output_projection.policy import TABLE
 from k3fuse.kernels.prefetch.launch import SCHEMA as AHEAD
 from k3fuse.kernels.prefetch.launch import given
@@ -83,6 +83,16 @@ def _run_attn_res(
         score_proj_weight,
         out_norm_weight,
     )
+    residual = Residual(
+        Form(num_blocks, prefix is not None, out_norm_weight is not None, round_mix, False),
+        prefix,
+        blocks,
+        score_norm_weight,
+        score_proj_weight,
+        out_norm_weight,
+        eps,
+        out_eps,
+    )
     return dispatch.run(
         TABLE,
         ATTN_RES,
@@ -94,24 +104,8 @@ def _run_attn_res(
         reference=lambda: reference.output_projection_attn_res(
             *arguments, eps, out_eps, round_mix, group
         ),
-        kernel=lambda row: launch(
-            row,
-            target,
-            group,
-            x,
-            weight,
-            Residual(
-                Form(num_blocks, prefix is not None, out_norm_weight is not None, round_mix, False),
-                prefix,
-                blocks,
-                score_norm_weight,
-                score_proj_weight,
-                out_norm_weight,
-                eps,
-                out_eps,
-            ),
-            ahead,
-        ),
+        kernel=lambda row: launch(row, target, group, x, weight, residual, ahead),
+        misfit=lambda row: misfit(row, target, x, weight, residual),
     )
 
 
@@ -178,6 +172,8 @@ def _run_add_rms_norm(
 ) -> list[Tensor]:
     flags = check.flags("rounding", rounding, reference.ROUNDING)
     ahead = given(prefetch, prefetch_split)
+    form = Form(-1, True, True, "round_sum" in flags, "round_before_weight" in flags)
+    rest = Residual(form, residual, (), None, None, norm_weight, eps, eps)
     return dispatch.run(
         TABLE,
         ADD_RMS_NORM,
@@ -195,24 +191,8 @@ def _run_add_rms_norm(
             flags,
             group,
         ),
-        kernel=lambda row: launch(
-            row,
-            target,
-            group,
-            x,
-            weight,
-            Residual(
-                Form(-1, True, True, "round_sum" in flags, "round_before_weight" in flags),
-                residual,
-                (),
-                None,
-                None,
-                norm_weight,
-                eps,
-                eps,
-            ),
-            ahead,
-        ),
+        kernel=lambda row: launch(row, target, group, x, weight, rest, ahead),
+        misfit=lambda row: misfit(row, target, x, weight, rest),
     )
 
 

@@ -7,6 +7,7 @@ mailboxes; the route kernel takes whole rows out of its own, and chooses experts
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache, partial
 
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor
 from k3fuse.kernels.build.errors import VariantError
 from k3fuse.kernels.build.variant import Variant
 from k3fuse.kernels.common.exchange import Workspace, workspace
-from k3fuse.kernels.common.operands import ALIGNMENT, address, float_bits, pitch, readable
+from k3fuse.kernels.common.operands import address, dense, float_bits, pitch, readable
+from k3fuse.kernels.common.placement import placed
 from k3fuse.kernels.common.policy import Row, chip_of
 from k3fuse.kernels.common.runtime import RUNTIME, Runtime
 from k3fuse.kernels.router import route_launch
@@ -56,9 +58,9 @@ def misfit(
     latent: Tensor | None,
     shared: Shared | None = None,
 ) -> str:
-    """Why the kernels cannot serve these operands, "" where they can.
+    """Why the kernels cannot serve these operands, "" where they can; alike on all ranks.
 
-    x [M, K] of any stride, weights [E, K] and [L, K].
+    x [M, K] of any stride, weights [E, K] and [L, K] wherever they lie.
     """
     weights = {"gate_weight": gate} | ({} if latent is None else {"latent_weight": latent})
     if shared is not None:
@@ -68,11 +70,6 @@ def misfit(
     for name, tensor in {"x": x, **weights}.items():
         if tensor.dtype != torch.bfloat16:
             return f"{name} is {tensor.dtype}, the kernel takes torch.bfloat16"
-    for name, weight in weights.items():
-        if not weight.is_contiguous():
-            return f"{name} has strides {weight.stride()}, the kernel reads contiguous rows"
-        if weight.data_ptr() % ALIGNMENT:
-            return f"{name} starts at no multiple of {ALIGNMENT} bytes"
     try:
         columns = 0 if shared is None else shared.columns
         front_variant(row, target, x.shape[1], form.experts, form.latent, True, columns)
@@ -99,13 +96,17 @@ def launch(
 ) -> list[Tensor]:
     """Run a policy row's kernels on operands without a `misfit`; returns what `route_launch` does.
 
-    x [M, K] may have any stride: rows that cannot be read in place are copied. The weights are the
-    whole ones; each rank reads its rows of them. shared: gate and up of this rank's shared expert,
-    whose hidden row [M, S] comes behind the latent row. Raises ExchangeError, LaunchError.
+    x [M, K] may have any stride: rows that cannot be read in place are copied, and so are weights.
+    The weights are the whole ones; each rank reads its rows of them. shared: gate and up of this
+    rank's shared expert, whose hidden row [M, S] comes behind the latent row. Raises ExchangeError,
+    LaunchError.
     """
     _, tp = chip_of(target)
     layout = FrontMailbox(tp, form.experts, form.latent)
     mailboxes = (space or partial(workspace, layout=layout))(group, tp)
+    gate, latent, shared = _in_place(gate, latent, shared)
+    # Before the front kernel: the route kernel reads the bias before it waits.
+    bias = None if bias is None else dense(bias.float())
     rows = readable(x)
     columns = 0 if shared is None else shared.columns
     chosen = front_variant(
@@ -139,3 +140,15 @@ def launch(
     )
     place = 2 + (latent is not None)
     return [*found[:place], *made, *found[place:]]
+
+
+def _in_place(
+    gate: Tensor, latent: Tensor | None, shared: Shared | None
+) -> tuple[Tensor, Tensor | None, Shared | None]:
+    """The weights, as copies where the kernels cannot read them in place."""
+    weights = {"gate_weight": gate} | ({} if latent is None else {"latent_weight": latent})
+    if shared is not None:
+        weights |= {f"shared_gate_up[{i}]": w for i, w in enumerate(shared.weights)}
+    found = placed("router", weights)
+    gate, latent = found.pop("gate_weight"), found.pop("latent_weight", None)
+    return gate, latent, None if shared is None else replace(shared, weights=list(found.values()))

@@ -17,14 +17,8 @@ from k3fuse.kernels.attn_res.policy import TABLE as ATTN_RES
 from k3fuse.kernels.build.variant import Variant
 from k3fuse.kernels.common.exchange import Workspace, workspace
 from k3fuse.kernels.common.geometry import HIDDEN
-from k3fuse.kernels.common.operands import (
-    ALIGNMENT,
-    address,
-    block_rows,
-    float_bits,
-    pitch,
-    readable,
-)
+from k3fuse.kernels.common.operands import address, block_rows, float_bits, pitch, readable
+from k3fuse.kernels.common.placement import placed
 from k3fuse.kernels.common.policy import Row, chip_of
 from k3fuse.kernels.common.runtime import RUNTIME, Runtime
 from k3fuse.kernels.prefetch.launch import NOTHING, Ahead
@@ -69,9 +63,9 @@ def variant(
 
 
 def misfit(routed: Tensor, shared: Tensor, norm_weight: Tensor, up_weight: Tensor) -> str:
-    """Why the kernel cannot serve these operands, "" where it can.
+    """Why the kernel cannot serve these operands, "" where it can; alike on all ranks.
 
-    Rows may have any stride.
+    Rows may have any stride, weights lie anywhere.
     """
     named = {
         "routed": routed, "shared": shared, "norm_weight": norm_weight, "up_weight": up_weight,
@@ -81,11 +75,6 @@ def misfit(routed: Tensor, shared: Tensor, norm_weight: Tensor, up_weight: Tenso
             return f"{name} is {tensor.dtype}, the kernel takes torch.bfloat16"
     if tuple(up_weight.shape) != (HIDDEN, LATENT):
         return f"up_weight is {tuple(up_weight.shape)}, the kernel takes {(HIDDEN, LATENT)}"
-    for name in ("norm_weight", "up_weight"):
-        if not named[name].is_contiguous():
-            return f"{name} has strides {named[name].stride()}, the kernel reads contiguous rows"
-        if named[name].data_ptr() % ALIGNMENT:
-            return f"{name} starts at no multiple of {ALIGNMENT} bytes"
     return ""
 
 
@@ -107,9 +96,9 @@ def launch(
     """Run a row of this op's policy on operands without a `misfit`; returns delta [M, H], BF16.
 
     routed [M, 3584], shared [M, H]: this rank's partials, of any stride: rows that cannot be read
-    in place are copied. norm_weight [3584]. up_weight [H, 3584], whole on every rank: each reads
-    its H / tp rows of it in place. ahead: weights of later ops, prefetched beside the exchange.
-    Raises ExchangeError, LaunchError.
+    in place are copied, and so are weights. norm_weight [3584]. up_weight [H, 3584], whole on every
+    rank: each reads its H / tp rows of it in place. ahead: weights of later ops, prefetched beside
+    the exchange. Raises ExchangeError, LaunchError.
     """
     _, tp = chip_of(target)
     boxes = space(group, tp)
@@ -123,9 +112,9 @@ def launch(
 def misfit_mixed(
     routed: Tensor, shared: Tensor, norm_weight: Tensor, up_weight: Tensor, mix: Mix
 ) -> str:
-    """Why `launch_mixed` cannot serve these operands, "" where it can.
+    """Why `launch_mixed` cannot serve these operands, "" where it can; alike on all ranks.
 
-    Rows may have any stride.
+    Rows may have any stride, weights lie anywhere.
     """
     if against := misfit(routed, shared, norm_weight, up_weight):
         return against
@@ -140,11 +129,6 @@ def misfit_mixed(
             return f"{name} is {tensor.dtype}, the kernel takes torch.bfloat16"
         if tensor.shape[-1] != HIDDEN:
             return f"{name} is {tuple(tensor.shape)}, the kernel takes {HIDDEN} columns"
-    for name, tensor in weights.items():
-        if not tensor.is_contiguous():
-            return f"{name} has strides {tensor.stride()}, the kernel reads contiguous rows"
-        if tensor.data_ptr() % ALIGNMENT:
-            return f"{name} starts at no multiple of {ALIGNMENT} bytes"
     if not 0 <= mix.num_blocks <= MAX_BLOCKS:
         return f"num_blocks is {mix.num_blocks}, the kernel takes 0 to {MAX_BLOCKS}"
     return ""
@@ -185,6 +169,10 @@ def launch_mixed(
     chosen = variant(
         row, target, round_before, boxes.multicast, mix.num_blocks, norm is not None, mix.round_mix
     )
+    given = {
+        "score_norm": mix.score_norm_weight, "score_proj": mix.score_proj_weight, "out_norm": norm,
+    }  # fmt: skip
+    weights = placed("tail", {name: w for name, w in given.items() if w is not None})
     prefix, blocks = readable(mix.prefix), block_rows(mix.blocks, mix.num_blocks)
     out, mixed, new_prefix = (
         routed.new_empty(routed.shape[0], up_weight.shape[0]) for _ in range(3)
@@ -192,9 +180,7 @@ def launch_mixed(
     values = {
         "out": address(out),
         "prefix": address(prefix),
-        "score_norm": address(mix.score_norm_weight),
-        "score_proj": address(mix.score_proj_weight),
-        "out_norm": address(norm),
+        **{name: address(weights.get(name)) for name in given},
         "mixed": address(mixed),
         "new_prefix": address(new_prefix),
         **{f"block{i}": address(block) for i, block in enumerate(blocks)},
@@ -224,12 +210,13 @@ class _Call:
     def run(self, chosen: Variant, more: dict[str, int], runtime: Runtime) -> None:
         """Launch it. more: the parameters of the form, by name."""
         boxes = self.boxes
+        weights = placed("tail", {"norm_weight": self.norm_weight, "up_weight": self.up_weight})
         latent_rows, shared_rows = readable(self.routed), readable(self.shared)
         values = {
             "routed": address(latent_rows),
             "shared": address(shared_rows),
-            "norm": address(self.norm_weight),
-            "weight": address(self.up_weight),
+            "norm": address(weights["norm_weight"]),
+            "weight": address(weights["up_weight"]),
             "mailbox": boxes.own,
             "multicast": boxes.mapped.multicast,
             **{f"mailbox{rank}": there for rank, there in enumerate(boxes.mapped.addresses)},

@@ -245,15 +245,12 @@ def test_the_environment_chooses_the_twin(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_operands_that_do_not_fit_are_named() -> None:
     given = operands(2)
-    odd = torch.zeros(given.w13.numel() + 8, dtype=torch.uint8)[8:].view(given.w13.shape)
     for change, said in (
         ({"hidden": given.hidden.float()}, "hidden is torch.float32"),
         ({"shared_hidden": given.shared_x.half()}, "shared_hidden is torch.float16"),
         ({"topk_weights": given.topk_weights.half()}, "topk_weights is torch.float16"),
         ({"w13_scale": None, "w2_scale": None}, "have no scales"),
         ({"shared_down": None, "shared_gate_up": []}, "no shared expert"),
-        ({"w13": odd}, "w13 starts at no multiple of 16 bytes"),
-        ({"w2": given.w2.transpose(1, 2)}, "w2 has strides"),
         ({"w13": given.w13.repeat(256, 1, 1)}, "1024 experts"),
         ({"hidden": given.hidden[:, :800]}, "latent=800"),
         ({"shared_down": torch.zeros(7000, SHARED, dtype=BF16)}, "hidden=7000"),

@@ -131,11 +131,8 @@ def test_shared_weights_that_do_not_fit_are_named() -> None:
         shared = reference.Shared(weights, activation, 4.0, 25.0)
         return misfit(row_of(2), TARGET, CHOICE, x, gate, latent, shared)
 
-    odd = torch.zeros(32 * K + 8, dtype=torch.bfloat16)[4:-4].view(32, K)
     for weights, activation, message in (
         ([whole.float()], "situ", r"shared_gate_up\[0\] is torch.float32"),
-        ([whole, whole.t().contiguous().t()], "situ", r"shared_gate_up\[1\] has strides"),
-        ([odd], "situ", r"shared_gate_up\[0\] starts at no multiple of 16 bytes"),
         ([whole], "silu", "activation is 'silu', the front kernel computes 'situ'"),
         ([whole[:6]], "situ", "shared=3"),
     ):
@@ -164,13 +161,10 @@ def test_operands_that_do_not_fit_are_named() -> None:
         given = {"form": CHOICE, "x": x, "gate": gate, "latent": latent, **other}
         return misfit(row, TARGET, *given.values())
 
-    odd = torch.zeros(E * K + 8, dtype=torch.bfloat16)[4:-4].view(E, K)
     for other, message in (
         ({"x": x.float()}, "x is torch.float32, the kernel takes torch.bfloat16"),
         ({"gate": gate.float()}, "gate_weight is torch.float32"),
         ({"latent": latent.half()}, "latent_weight is torch.float16"),
-        ({"gate": gate.t().contiguous().t()}, r"gate_weight has strides \(1, 96\)"),
-        ({"gate": odd}, "gate_weight starts at no multiple of 16 bytes"),
         ({"form": Form(90, L, 4)}, "experts=90 is outside the kernel"),
         ({"form": Form(E, 100, 4)}, "latent=100"),
         ({"x": x[:, :520]}, "k=520"),
@@ -208,7 +202,9 @@ def test_the_op_launches_on_a_gpu_and_refuses_misfits(monkeypatch: pytest.Monkey
     assert made == ["made"]
     assert asked == [Form(E, L), CHOICE]
     odd = torch.zeros(E * K + 8, dtype=torch.bfloat16)[4:-4].view(E, K)
-    with pytest.raises(RuntimeError, match="does not take the operands: gate_weight starts at no"):
-        op._run_front(there, odd, latent, **named)
+    made = op._run_front(there, odd, latent, **named)
+    assert made == ["made"]  # all ranks go one way, wherever a weight lies
+    with pytest.raises(RuntimeError, match="does not take the operands: router_front: k=520"):
+        op._run_front(there[:, :520], gate[:, :520], latent[:, :520], **named)
     with pytest.raises(RuntimeError, match="'sharded_front_route' runs on a GPU"):
         op._run_front(x, gate, latent, **named)
