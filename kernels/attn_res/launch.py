@@ -10,6 +10,7 @@ from torch import Tensor
 from k3fuse.kernels.attn_res.builder import BUILDER
 from k3fuse.kernels.build.variant import Variant, parameter_names
 from k3fuse.kernels.common.operands import address, block_rows, float_bits, pitch, readable
+from k3fuse.kernels.common.placement import placed
 from k3fuse.kernels.common.policy import Row, chip_of
 from k3fuse.kernels.common.runtime import RUNTIME, Runtime
 
@@ -42,8 +43,11 @@ def launch(
 ) -> list[Tensor]:
     """Run a policy row's kernel; returns [out] or, with a delta, [out, new_prefix].
 
-    Rows are [M, H] BF16 of any stride, weights [H]. Raises LaunchError.
+    Rows are [M, H] BF16 of any stride, weights [H]; what cannot be read in place is copied. Raises
+    LaunchError.
     """
+    named = {"score_norm": score_norm, "score_proj": score_proj, "out_norm": out_norm}
+    weights = placed("attn_res", {n: w for n, w in named.items() if w is not None})
     old = readable(prefix)
     added = None if delta is None else readable(delta)
     sources = block_rows(blocks, num_blocks)
@@ -52,9 +56,7 @@ def launch(
     values = {
         "prefix": address(old),
         "delta": address(added),
-        "score_norm": address(score_norm),
-        "score_proj": address(score_proj),
-        "out_norm": address(out_norm),
+        **{name: address(weights.get(name)) for name in named},
         "out": address(out),
         "new_prefix": address(new_prefix),
         **{f"block{i}": address(block) for i, block in enumerate(sources)},

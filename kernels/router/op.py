@@ -206,7 +206,13 @@ def _run_router(
             eps=renorm_eps,
         ),
         misfit=lambda row: misfit(row, target, form, x, gate_weight, latent_weight, shared),
-        complete=partial(reference.completed, quantize=quantize, plan=plan),
+        # Outside the policy the experts are outside theirs, and their composition reads BF16.
+        complete=partial(
+            reference.completed,
+            quantize=quantize,
+            plan=plan,
+            read=TABLE.lookup(target, x.shape[0]) is not None,
+        ),
     )
 
 

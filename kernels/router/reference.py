@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from k3fuse.kernels.common.microscaling import quantize_mxfp8
+from k3fuse.kernels.common.microscaling import BLOCK, quantize_mxfp8
 from k3fuse.kernels.common.numerics import gated_row, linear, linear_fp32
 from k3fuse.kernels.router.units import expert_plan
 
@@ -108,16 +108,20 @@ def router(
     return [weights.to(weights_dtype), ids, *latent, *([shared(x)] if shared is not None else [])]
 
 
-def completed(outputs: list[Tensor], quantize: bool, plan: bool) -> list[Tensor]:
+def completed(outputs: list[Tensor], quantize: bool, plan: bool, read: bool = True) -> list[Tensor]:
     """What the graph does not have, behind [weights, ids, latent, ...].
 
     quantize: latent_q [M, L] and latent_scale [M, L / 32], uint8: E4M3 and E8M0 by the round-up
-    rule. plan: the expert plan.
+    rule; without `read`, for counts at which the experts run their composition and nobody looks at
+    them, they are not filled. plan: the expert plan.
     """
     if len(outputs) < 2 + quantize:
         return outputs  # not the op's: whoever asked refuses them
     more = []
-    if quantize:
+    if quantize and read:
         values, scales = quantize_mxfp8(outputs[2])
         more = [values.view(torch.uint8), scales]
+    elif quantize:
+        m, columns = outputs[2].shape
+        more = [outputs[2].new_empty(m, n, dtype=torch.uint8) for n in (columns, columns // BLOCK)]
     return [*outputs, *more, *([expert_plan(outputs[1])] if plan else [])]

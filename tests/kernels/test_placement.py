@@ -18,6 +18,8 @@ from torch import Tensor
 from host_ranks import HostRanks, Recorder
 from k3fuse.kernels.attention_projection import sharded_launch
 from k3fuse.kernels.attention_projection.policy import SHARDED
+from k3fuse.kernels.attn_res import launch as attn_res
+from k3fuse.kernels.attn_res.policy import TABLE as ATTN_RES
 from k3fuse.kernels.build.launch import Rows
 from k3fuse.kernels.build.variant import parameter_names
 from k3fuse.kernels.common import placement
@@ -186,9 +188,23 @@ def sharded_call() -> Call:
     )
 
 
+def attn_res_call() -> Call:
+    """It exchanges nothing and copies all the same."""
+    prefix, delta, block, row = *(normal(2, HIDDEN) for _ in range(3)), row_of(ATTN_RES)
+    names = ("score_norm", "score_proj", "out_norm")
+    return Call(
+        {name: normal(HIDDEN) for name in names},
+        {name: name for name in names},
+        lambda _: "",
+        lambda w, runtime: attn_res.launch(
+            row, TARGET, prefix, delta, [block], 1, *w.values(), 1e-5, 1e-5, False, runtime=runtime
+        ),
+    )
+
+
 CALLS = {
     "router": router_call, "output_projection": projection_call, "tail": tail_call,
-    "experts": experts_call, "attention_projection": sharded_call,
+    "experts": experts_call, "attention_projection": sharded_call, "attn_res": attn_res_call,
 }  # fmt: skip
 
 
@@ -258,7 +274,7 @@ def test_a_weight_that_lies_well_is_read_in_place(op: str, copies: list[Tensor])
         assert there[parameter] == call.weights[name].data_ptr()
 
 
-@pytest.mark.parametrize("op", CALLS)
+@pytest.mark.parametrize("op", [op for op in CALLS if op != "attn_res"])
 def test_what_all_ranks_see_alike_is_a_misfit(op: str) -> None:
     """Another dtype or size: ranks have agreed on the graph."""
     call = CALLS[op]()

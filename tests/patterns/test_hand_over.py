@@ -286,8 +286,8 @@ def test_wrong_results_are_found_by_value_and_part_both(
     else:
         right = reference.completed
 
-        def wrong(outputs: list[Tensor], quantize: bool, plan: bool) -> list[Tensor]:
-            made = right(outputs, quantize, plan)
+        def wrong(outputs: list[Tensor], quantize: bool, plan: bool, read: bool) -> list[Tensor]:
+            made = right(outputs, quantize, plan, read)
             return [*made[:-1], made[-1] + 1] if quantize else made
 
         monkeypatch.setattr(reference, "completed", wrong)
