@@ -35,6 +35,8 @@ from k3fuse.kernels.router.policy import TABLE as ROUTER
 from k3fuse.kernels.router.reference import Shared
 from k3fuse.kernels.router.route_launch import Form
 from k3fuse.kernels.tail import launch as tail
+from k3fuse.kernels.tail.mix import Mix
+from k3fuse.kernels.tail.policy import MIXED_TABLE
 from k3fuse.kernels.tail.policy import TABLE as TAIL
 
 BF16 = torch.bfloat16
@@ -144,6 +146,27 @@ def tail_call() -> Call:
     )  # fmt: skip
 
 
+def mixed_call() -> Call:
+    """The tail with the next layer's AttnRes in its launch."""
+    plain, row = tail_call(), row_of(MIXED_TABLE)
+    routed, shared, prefix = normal(2, LATENT), normal(2, HIDDEN), normal(2, HIDDEN)
+
+    def mix(w: dict[str, Tensor]) -> Mix:
+        norms = w["score_norm"], w["score_proj"], w["out_norm"]
+        return Mix(prefix, [prefix], 1, *norms, 1e-5, 1e-5, False)
+
+    names = ("score_norm", "score_proj", "out_norm")
+    return Call(
+        {**plain.weights, **{name: normal(HIDDEN) for name in names}},
+        {**plain.pointers, **{name: name for name in names}},
+        lambda w: tail.misfit_mixed(routed, shared, w["norm_weight"], w["up_weight"], mix(w)),
+        lambda w, runtime: tail.launch_mixed(
+            row, TARGET, "tp", routed, shared, w["norm_weight"], w["up_weight"], 1e-5, True,
+            mix(w), runtime=runtime, space=space,
+        ),
+    )  # fmt: skip
+
+
 def experts_call() -> Call:
     row, ids = row_of(EXPERTS), torch.tensor([[0, 1], [2, 3]])
     hidden, x, chosen = normal(2, 896), normal(2, 1024), torch.full((2, 2), 0.5)
@@ -204,7 +227,8 @@ def attn_res_call() -> Call:
 
 CALLS = {
     "router": router_call, "output_projection": projection_call, "tail": tail_call,
-    "experts": experts_call, "attention_projection": sharded_call, "attn_res": attn_res_call,
+    "tail, mixed": mixed_call, "experts": experts_call, "attention_projection": sharded_call,
+    "attn_res": attn_res_call,
 }  # fmt: skip
 
 
@@ -258,7 +282,7 @@ def test_a_weight_that_lies_badly_is_copied_and_never_a_misfit(
             assert there[call.pointers[name]] == first.data_ptr()
         assert given[name].data_ptr() not in there.values()
         (said,) = [r.getMessage() for r in caplog.records]  # of two calls
-        assert said.startswith(f"k3fuse.{op}: {name} "), said
+        assert said.startswith(f"k3fuse.{op.split(',')[0]}: {name} "), said
         assert "it is copied in every call" in said
 
 
