@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import fnmatch
+import functools
 import json
 import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -39,10 +41,9 @@ def data_files() -> list[Path]:
     return sorted(p for p in found if p.suffix in kinds and "__pycache__" not in p.parts)
 
 
-def run(code: str, *flags: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *flags, "-c", code], capture_output=True, text=True, timeout=300
-    )
+def run(code: str, *flags: str, arguments: Sequence[str] = ()) -> str:
+    command = [sys.executable, *flags, "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
@@ -83,30 +84,50 @@ def test_no_tool_skips_a_folder_of_ours() -> None:
 HEAVY = ("vllm", "triton", "cuda", "cutlass", "transformers", "torch._inductor", "torch._dynamo")
 
 
-def loaded_by(statement: str) -> set[str]:
-    """Heavy modules that a statement loads in a new process, those of `import torch` aside."""
-    code = (
-        "import sys, json, torch, sympy; before = set(sys.modules)\n"
-        f"{statement}\n"
-        "print(json.dumps(sorted(set(sys.modules) - before)))"
-    )
-    names = json.loads(run(code))
-    return {n for n in names for h in HEAVY if n == h or n.startswith(h + ".")}
+_ENGINE = (
+    "import k3fuse.rewriter.engine; from k3fuse.rewriter.pattern import load_patterns\n"
+    "load_patterns()"
+)
+_DYNAMO = "import torch._dynamo"
+# Each in a fork of one process that has imported torch alone: name -> modules that it loads.
+_LOADED = """
+import json, os, sys, sympy, torch
+before = set(sys.modules)
+for name, statement in json.loads(sys.argv[1]).items():
+    sys.stdout.flush()
+    if not os.fork():
+        exec(statement)
+        print(json.dumps([name, sorted(set(sys.modules) - before)]), flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0, name
+"""
+
+
+@functools.cache
+def loaded() -> dict[str, set[str]]:
+    """Heavy modules that statements load in a new process, those of `import torch` aside."""
+    statements = {folder: f"import k3fuse.{folder}" for folder in FOLDERS}
+    statements |= {"engine": _ENGINE, "dynamo": _DYNAMO}
+    found = dict(map(json.loads, run(_LOADED, arguments=[json.dumps(statements)]).splitlines()))
+    assert set(found) == set(statements)
+    return {
+        name: {n for n in names for h in HEAVY if n == h or n.startswith(h + ".")}
+        for name, names in found.items()
+    }
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_importing_a_package_loads_nothing_heavy(folder: str) -> None:
-    assert loaded_by(f"import k3fuse.{folder}") == set()
+    assert loaded()[folder] == set()
 
 
 def test_the_engine_loads_no_gpu_package() -> None:
-    statement = "import k3fuse.rewriter.engine; from k3fuse.rewriter.pattern import load_patterns\n"
-    heavy = loaded_by(statement + "load_patterns()")
+    heavy = loaded()["engine"]
     assert {n for n in heavy if n.partition(".")[0] in ("vllm", "cuda", "cutlass")} == set()
 
 
 def test_a_heavy_import_is_noticed() -> None:
-    assert "torch._dynamo" in loaded_by("import torch._dynamo")
+    assert "torch._dynamo" in loaded()["dynamo"]
 
 
 @pytest.mark.parametrize("group", GROUPS)
