@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import sympy
-from sympy import Eq, Or
+from sympy import Eq, Le, Or
 from torch import fx
 
 from k3fuse.kernels.experts.op import experts
+from k3fuse.kernels.experts.policy import MIX_MOST, MIXING, TAKING, TAKING_MIXING
 from k3fuse.kernels.experts.policy import TABLE as EXPERTS_TABLE
-from k3fuse.kernels.experts.policy import TAKING
 from k3fuse.kernels.tail.op import tail
 from k3fuse.kernels.tail.policy import TABLE as TAIL_TABLE
 from k3fuse.patterns import symbols as s
 from k3fuse.patterns.compose import replacement
-from k3fuse.patterns.hand_over import Taken, pairs
+from k3fuse.patterns.hand_over import WITHOUT, Taken, handing_over, pairs
+from k3fuse.patterns.latent_tail import Tail, read_tail
+from k3fuse.patterns.mix_behind import Behind, joined, readers
 from k3fuse.patterns.moe import (
     GatedMlp,
     as_routed,
@@ -31,108 +33,35 @@ from k3fuse.rewriter.canonical import dtype_of
 from k3fuse.rewriter.guards import Guard, Value
 from k3fuse.rewriter.pattern import Pattern
 from k3fuse.rewriter.reasons import Code, Reason
-from k3fuse.rewriter.recognise.all_reduce import AllReduce
 from k3fuse.rewriter.recognise.experts import RoutedExperts
-from k3fuse.rewriter.recognise.linear import Linear
-from k3fuse.rewriter.recognise.rms_norm import RmsNorm
 from k3fuse.rewriter.site import (
+    Absorption,
     Ahead,
     HandOver,
     Kernel,
+    Link,
     NearMiss,
     Output,
     Replacement,
     Site,
     in_order,
 )
+from k3fuse.rewriter.subgraph import OutputSpec
 from k3fuse.rewriter.target import Target
 from k3fuse.rewriter.view import GraphView, op_of, shape_of
 
-_E, _I, _L, _TOP_K = sympy.symbols("E I L top_k", integer=True, nonnegative=True)
+_E, _I, _L, _TOP_K, _MIXED = sympy.symbols("E I L top_k mixed", integer=True, nonnegative=True)
 _ACTIVATION, _SHARED, _EXPERTS_DTYPE, _GROUPS, _ROUNDING = sympy.symbols(
     "activation shared_activation experts_dtype groups latent_norm_rounding"
 )
 _HIDDEN = s.name("hidden")
-
-
-@dataclass(frozen=True)
-class Tail:
-    """From the routed partial to the layer's delta.
-
-    routed: rank partial [M, L]; norm and up are None where the experts work in the hidden width.
-    shared: rank partial of the shared expert, or None.
-    """
-
-    routed: fx.Node
-    reduce_routed: AllReduce | None
-    norm: RmsNorm | None
-    up: Linear | None
-    shared: fx.Node | None
-    reduce_shared: AllReduce | None
-    out: fx.Node
-    nodes: tuple[fx.Node, ...]
-
-
-def read_tail(view: GraphView, routed: fx.Node) -> Tail | None:
-    """Follow a routed partial on: reduction, norm, up-projection, shared add, each optional."""
-    value, nodes = routed, []
-    reduce = _reduction_of(view, value)
-    if reduce is not None:
-        value, nodes = reduce.out, [*reduce.nodes]
-    norm = _norm_of(view, value)
-    up = None
-    if norm is not None:
-        if norm.weight is None or shape_of(norm.out)[-1:] != shape_of(value)[-1:]:
-            return None  # the op's norm has a weight and spans the row
-        readers = [f for u in view.users(norm.out) if (f := view.find(Linear, u)) is not None]
-        if len(readers) != 1 or readers[0].bias is not None:
-            return None
-        up = readers[0]
-        value, nodes = up.out, [*nodes, *norm.nodes, *up.nodes]
-    adds = [u for u in view.users(value) if view.canon(u).op == "aten.add"]
-    if len(adds) != 1:
-        return (
-            Tail(routed, reduce, norm, up, None, None, value, tuple(nodes))
-            if up is not None
-            else None
-        )
-    a, b = view.canon(adds[0]).inputs
-    other = b if view.same(a, value) else a
-    if not isinstance(other, fx.Node) or shape_of(other) != shape_of(adds[0]):
-        return None
-    reduce_shared = view.producer(other, AllReduce)
-    shared = reduce_shared.input if reduce_shared is not None else other
-    nodes += [adds[0], *(reduce_shared.nodes if reduce_shared is not None else ())]
-    nodes += view.path(other, view.strip(other))
-    return Tail(routed, reduce, norm, up, shared, reduce_shared, adds[0], tuple(nodes))
-
-
-def _reduction_of(view: GraphView, value: fx.Node) -> AllReduce | None:
-    for user in view.users(value):
-        direct = view.find(AllReduce, user)
-        if direct is not None:
-            return direct
-        for waiter in user.users:
-            found = view.find(AllReduce, waiter)
-            if found is not None and view.same(found.input, value):
-                return found
-    return None
-
-
-def _norm_of(view: GraphView, value: fx.Node) -> RmsNorm | None:
-    frontier = [value]
-    for _ in range(6):
-        step: list[fx.Node] = []
-        for node in frontier:
-            for user in view.users(node):
-                if op_of(user) in RmsNorm.anchors:
-                    norm = view.find(RmsNorm, user)
-                    if norm is not None and view.same(norm.x, value):
-                        return norm
-                elif view.canon(user).op in ("cast", "aten.square", "aten.mean", "aten.add"):
-                    step.append(user)
-        frontier = step
-    return None
+# By whether a router makes the shared hidden row, and whether the op does an AttnRes, too.
+_TABLES = {
+    (False, False): EXPERTS_TABLE,
+    (True, False): TAKING,
+    (False, True): MIXING,
+    (True, True): TAKING_MIXING,
+}
 
 
 class Experts(Pattern):
@@ -193,6 +122,13 @@ class Experts(Pattern):
             Code.ATTR_MISMATCH,
             "behind an opaque op the latent row is rounded before the norm's weight, as vLLM does",
         ),
+        Guard(
+            Le(_MIXED, MIX_MOST),
+            Code.M_OUT_OF_RANGE,
+            "tokens whose AttnRes the tail's launch does, too; 0 = none is joined",
+            scope="kernel",
+            proof="reachable",
+        ),
         s.ROWS_BF16,
         s.WEIGHTS_BF16,
         s.IN_PLACE,
@@ -233,6 +169,7 @@ class Experts(Pattern):
         weights = [w for w in (found.up.weight if found.up else None,) if w is not None]
         values = {
             s.M: s.value(shape_of(found.routed)[0]),
+            _MIXED: s.value(0),
             s.H: s.value(shape_of(found.out)[-1]),
             _L: s.value(shape_of(found.routed)[-1]),
             _GROUPS: s.name("one" if one else "several"),
@@ -269,7 +206,7 @@ class Experts(Pattern):
             (found.out,),
             values,
             ("experts hidden in an opaque op are no part of it",),
-            facts=(found, None, None, None),
+            facts=(found, None, None, None, None),
         )
 
     def _spelled_out(self, view: GraphView, routed: RoutedExperts) -> Site | None:
@@ -282,7 +219,7 @@ class Experts(Pattern):
         linears = [*mlp.gate_up, mlp.down, found.up] if mlp is not None else []
         if any(f.bias is not None for f in linears if f is not None):
             return None
-        return self._site(view, found, routed, mlp, None)
+        return self._site(view, found, routed, mlp, None, None)
 
     def _site(
         self,
@@ -291,6 +228,7 @@ class Experts(Pattern):
         routed: RoutedExperts,
         mlp: GatedMlp | None,
         taken: Taken | None,
+        behind: Behind | None,
     ) -> Site:
         values = self._tail_values(view, found)
         packed = routed.w13_scale is not None
@@ -330,39 +268,58 @@ class Experts(Pattern):
             "norm": found.norm.weight if found.norm is not None else None,
             "up": found.up.weight if found.up is not None else None,
         }  # fmt: skip
+        outputs: tuple[fx.Node, ...] = (found.out,)
+        if behind is not None:
+            covered += behind.site.nodes
+            operands |= behind.operands
+            outputs += behind.site.outputs
+            values[_MIXED] = values[s.M]
         return Site(
             self.name,
             f"{'mxfp4' if packed else 'plain'} {routed.form}"
             + (" + shared" if mlp is not None else "")
-            + (" row" if taken is not None else ""),
+            + (" row" if taken is not None else "")
+            + (" + mix" if behind is not None else ""),
             found.out,
             in_order(covered, view.index),
             operands,
-            (found.out,),
+            outputs,
             values,
-            () if taken is None else (taken.note,),
-            facts=(found, routed, mlp, taken),
+            tuple(part.note for part in (taken, behind) if part is not None),
+            facts=(found, routed, mlp, taken, behind),
         )
 
-    def hand_overs(self, view: GraphView, found: Sequence[Site]) -> Iterator[HandOver]:
-        """The router of the same rows makes the shared hidden row, and the latent row in MXFP8."""
-        for giver, taker, gives, taken in pairs(view, found, self.name):
-            tail_found, routed, mlp, _ = taker.facts
-            takes = self._site(view, tail_found, routed, mlp, taken)
-            yield HandOver(giver, taker, gives, takes, {"quantize": False})
+    def links(self, view: GraphView, found: Sequence[Site]) -> Iterator[Link]:
+        """What a router makes for the experts; the AttnRes that their op does, too."""
+        for giver, taker in pairs(view, found, self.name):
+            yield HandOver(giver, taker, partial(self._taking, view, giver, taker), WITHOUT)
+        for giver, taker in readers(view, found, self.name):
+            yield Absorption(giver, taker, partial(self._mixing, view, giver, taker))
+
+    def _taking(self, view: GraphView, giver: Site, taker: Site) -> tuple[Site, Site]:
+        gives, taken = handing_over(view, giver, taker)
+        found, routed, mlp, _, behind = taker.facts
+        return gives, self._site(view, found, routed, mlp, taken, behind)
+
+    def _mixing(self, view: GraphView, giver: Site, taker: Site) -> Site:
+        found, routed, mlp, taken, _ = giver.facts
+        return self._site(view, found, routed, mlp, taken, joined(view, giver, taker))
 
     def replacement(self, site: Site, view: GraphView, target: Target) -> Replacement:
         """experts(...), or tail(...) behind an opaque op."""
         found: Tail
         routed: RoutedExperts | None
         taken: Taken | None
-        found, routed, _, taken = site.facts
+        behind: Behind | None
+        found, routed, _, taken, behind = site.facts
         reduce = found.reduce_routed or found.reduce_shared
         group = reduce.group if reduce is not None else ""
         o = site.operands
         eps = found.norm.eps if found.norm is not None else 0.0
         tokens = shape_of(found.routed)[0]
         width = found.up.n if found.up is not None else shape_of(found.routed)[-1]
+        results: list[OutputSpec] = [found.out]
+        outputs = [Output(found.out, 0)]
         args: tuple[Any, ...]
         if routed is None:
             args, op = (o["routed"], o["shared"], o["norm"], o["up"], eps), tail
@@ -375,11 +332,18 @@ class Experts(Pattern):
                 o["w2_scale"], o["shared_x"], o["gate_up"], o["down"], o["norm"], o["up"],
                 routed.activation, routed.beta, routed.linear_beta, eps, rounding,
             )  # fmt: skip
-            args += () if taken is None else (o["row"], *taken.results)
+            made = () if taken is None else (o["row"], *taken.results)
             op = experts
+            if behind is not None:
+                made = (*made, None, None, None)[:3]
+                args = (*args, *made, *behind.arguments)
+                results += behind.results
+                outputs += behind.outputs
+            else:
+                args += made
         return replacement(
-            site, view, op, args, results=[found.out], shapes=[(tokens, width)],
-            outputs=[Output(found.out, 0)], target=target, group=group,
+            site, view, op, args, results=results, shapes=[(tokens, width)] * len(results),
+            outputs=outputs, target=target, group=group,
         )  # fmt: skip
 
     def kernel(self, site: Site, target: Target) -> Kernel | None:
@@ -387,7 +351,8 @@ class Experts(Pattern):
         found: Tail = site.facts[0]
         up = found.up
         unread = 0 if up is None else others_share([up.n], up.k, up.dtype, target)
-        table = TAKING if site.facts[3] is not None else EXPERTS_TABLE
+        taken, behind = (part is not None for part in site.facts[3:])
+        table = _TABLES[taken, behind]
         return pick(TAIL_TABLE if site.form == "tail" else table, site, target, unread=unread)
 
     def ahead(self, site: Site, target: Target) -> Ahead | None:

@@ -8,14 +8,17 @@ which every CTA of the experts' kernel would do for itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 from torch import fx
 
 from k3fuse.kernels.common.microscaling import BLOCK
 from k3fuse.patterns.moe import GatedMlp, as_routed
 from k3fuse.patterns.router import Router
+from k3fuse.rewriter.reasons import Code, Reason, Refusal
 from k3fuse.rewriter.recognise.experts import RoutedExperts
 from k3fuse.rewriter.recognise.linear import Linear
 from k3fuse.rewriter.recognise.routing import Routing
@@ -39,13 +42,12 @@ class Taken:
         return f"the router makes the shared hidden row{more}"
 
 
-def pairs(
-    view: GraphView, found: Sequence[Site], taker: str
-) -> Iterator[tuple[Site, Site, Site, Taken]]:
-    """Router site, experts site, the router's new form, and what it makes for the experts.
+# The router's op without what only the experts read.
+WITHOUT: Mapping[str, Any] = MappingProxyType({"quantize": False})
 
-    taker: name of the experts' pattern.
-    """
+
+def pairs(view: GraphView, found: Sequence[Site], taker: str) -> Iterator[tuple[Site, Site]]:
+    """Router site and experts site that belong together. taker: name of the experts' pattern."""
     routers = {
         view.strip(site.facts[2].ids): site
         for site in found
@@ -58,13 +60,22 @@ def pairs(
             continue
         routed, mlp = site.facts[1], site.facts[2]
         giver = routers.get(view.strip(routed.ids))
-        if giver is None or not _belong(view, giver, routed, mlp):
-            continue
-        latent: Linear = giver.facts[1]
-        width = latent.n
-        quantize = routed.w13_scale is not None and isinstance(width, int) and width % BLOCK == 0
-        results = tuple(Made(giver, i) for i in (_E4M3, _E8M0)) if quantize else ()
-        yield giver, site, Router().with_shared(view, giver, mlp, quantize), Taken(results)
+        if giver is not None and _belong(view, giver, routed, mlp):
+            yield giver, site
+
+
+def handing_over(view: GraphView, giver: Site, taker: Site) -> tuple[Site, Taken]:
+    """The router's form with what it makes for the experts. Raises Refusal for the second ones."""
+    routed: RoutedExperts = taker.facts[1]
+    latent: Linear = giver.facts[1]
+    if giver.facts[4] is not None:
+        names = (giver.anchor.name, taker.anchor.name)
+        sentence = "the router makes the hidden row of other experts already"
+        raise Refusal(Reason(Code.SHADOWED_BY, sentence, names))
+    width = latent.n
+    quantize = routed.w13_scale is not None and isinstance(width, int) and width % BLOCK == 0
+    results = tuple(Made(giver, i) for i in (_E4M3, _E8M0)) if quantize else ()
+    return Router().with_shared(view, giver, taker.facts[2], quantize), Taken(results)
 
 
 def _belong(view: GraphView, giver: Site, routed: RoutedExperts, mlp: GatedMlp) -> bool:

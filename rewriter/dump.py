@@ -75,7 +75,7 @@ def why_text(site: Site) -> str:
             f"kernel: {site.kernel.name}, {site.kernel.launches} launch(es){hops}, "
             f"{site.kernel.policy}"
         )
-    lines += [f"note: {note}" for note in site.notes]
+    lines += [f"note: {note}" for note in (*site.notes, *site.parted)]
     lines += ["", "guards"]
     lines += [
         f"  {'ok  ' if g.passed else 'FAIL'} {g.guard.text}   [{g.actual}]" for g in site.guards

@@ -15,9 +15,10 @@ from torch import fx
 from k3fuse.rewriter import guards as guard_engine
 from k3fuse.rewriter import safety
 from k3fuse.rewriter.edit import Editor
+from k3fuse.rewriter.links import Linker, is_plain_view
 from k3fuse.rewriter.options import Options
 from k3fuse.rewriter.pattern import Pattern, load_patterns
-from k3fuse.rewriter.plan import Planner, Unit, edit, is_plain_view, join, same_values
+from k3fuse.rewriter.plan import Planner, Unit, edit, same_values
 from k3fuse.rewriter.prefetch import with_prefetch
 from k3fuse.rewriter.reasons import Code, Reason
 from k3fuse.rewriter.record import Recorder
@@ -115,14 +116,17 @@ def _rewrite(
         for site in report.sites:
             _judge(site, view, loaded, target, options)
         _shadow(view, report, loaded)
-        join(view, loaded, report, lambda site: _judge(site, view, loaded, target, options))
+        linker = Linker(
+            view, report.found, lambda site: _judge(site, view, loaded, target, options)
+        )
+        linker.join(loaded, report.found)
         _token_count(report)
     if consent is not None and (objection := consent(report)) is not None:
         for site in report.found:
             site.refuse(objection)
     ready = None
     if report.found and not options.dry_run:
-        ready = _plan(module, view, loaded, report, target, options, phase)
+        ready = _plan(module, view, loaded, linker, report, target, options, phase)
     recorder = Recorder(report) if texts or options.dump_dir else None
     if recorder is not None:
         with phase("record"):
@@ -140,13 +144,13 @@ def _rewrite(
 
 
 def _plan(
-    module: fx.GraphModule, view: GraphView, patterns: tuple[Pattern, ...], report: Report,
-    target: Target, options: Options, phase: Phase,
+    module: fx.GraphModule, view: GraphView, patterns: tuple[Pattern, ...], linker: Linker,
+    report: Report, target: Target, options: Options, phase: Phase,
 ) -> tuple[Editor, list[Unit]]:  # fmt: skip
     """What takes the place of every site; nothing is edited."""
     with phase("edit"):
         editor = Editor(module)
-        planner = Planner(view, patterns, target, editor)
+        planner = Planner(view, patterns, target, editor, linker)
         planned = planner.units(report.found)
     if options.validate == "values":
         with phase("values"):
@@ -337,7 +341,10 @@ def source_line(node: fx.Node) -> str:
 
 
 def launches(report: Report) -> dict[str, object]:
-    """Kernels launched by one layer of each kind after the rewrite, from the policies.
+    """Kernels launched by a layer of each kind after the rewrite, from the policies.
+
+    By most layers of the kind: the first one's AttnRes stands behind no experts. Of two counts in
+    as many layers the smaller one.
 
     The attention core is not rewritten: one launch for KDA, three for MLA (query, core, value).
     None where a family of the layer was not accepted, or hides launches in an opaque op. A layer
@@ -350,6 +357,7 @@ def launches(report: Report) -> dict[str, object]:
             per_layer.setdefault(site.layer, {}).setdefault(site.pattern, site)
     out: dict[str, object] = {"kda_layer": None, "mla_layer": None}
     for kind, core in (("kda", 1), ("mla", 3)):
+        totals: Counter[int] = Counter()
         for sites in per_layer.values():
             projection = sites.get("attention_projection")
             if projection is None or projection.form.split()[0] != kind:
@@ -358,6 +366,7 @@ def launches(report: Report) -> dict[str, object]:
             if set(report.patterns) - optional - set(sites) or opaque:
                 continue
             total = sum(s.kernel.launches for s in sites.values() if s.kernel is not None)
-            out[f"{kind}_layer"] = total + core
-            break
+            totals[total + core] += 1
+        if totals:
+            out[f"{kind}_layer"] = min(totals, key=lambda n: (-totals[n], n))
     return out

@@ -8,7 +8,7 @@ from importlib.metadata import entry_points
 from typing import ClassVar
 
 from k3fuse.rewriter.guards import Guard
-from k3fuse.rewriter.site import Ahead, HandOver, Kernel, NearMiss, Read, Replacement, Site
+from k3fuse.rewriter.site import Ahead, Kernel, Link, NearMiss, Read, Replacement, Site
 from k3fuse.rewriter.target import Target
 from k3fuse.rewriter.view import GraphView
 
@@ -43,11 +43,11 @@ class Pattern(ABC):
     def kernel(self, site: Site, target: Target) -> Kernel | None:
         """Return the kernel the policy picks for the site, or None where no row covers it."""
 
-    def hand_overs(self, view: GraphView, found: Sequence[Site]) -> Iterator[HandOver]:
-        """Yield pairs of accepted sites of which this pattern's takes something from the other.
+    def links(self, view: GraphView, found: Sequence[Site]) -> Iterator[Link]:
+        """Yield pairs of accepted sites, one of them this pattern's, that are better off together.
 
-        Must not edit the graph or the sites: the engine judges both new forms, and takes them only
-        together.
+        Must not edit the graph or the sites: the engine judges the new forms, and takes both or
+        neither. A site may be in several links; a link's forms start from those it has then.
         """
         return iter(())
 

@@ -1,7 +1,7 @@
-"""What takes the place of every accepted site, and the edits; pairs of sites stay together.
+"""What takes the place of every accepted site, and the edits; linked sites stay together.
 
-A unit is one site, or the giver and the taker of a hand-over. Where either of the two cannot be
-replaced in its form with the hand-over, both take their forms without it.
+A unit is a chain of linked sites, most often one site. Where one of them cannot be replaced in its
+form with a link, that link is left out, and what is left of the chain is planned anew.
 """
 
 from __future__ import annotations
@@ -11,70 +11,31 @@ from collections.abc import Callable, Iterable, Sequence
 from torch import fx
 
 from k3fuse.rewriter.edit import EditError, Editor
+from k3fuse.rewriter.links import Chain, Linker, chain_of
 from k3fuse.rewriter.pattern import Pattern
-from k3fuse.rewriter.reasons import Code, Reason, Refusal
+from k3fuse.rewriter.reasons import Reason, Refusal
 from k3fuse.rewriter.record import new_nodes
 from k3fuse.rewriter.report import Report
-from k3fuse.rewriter.site import HandOver, Replacement, Site, absorb_views
+from k3fuse.rewriter.site import HandOver, Replacement, Site
 from k3fuse.rewriter.target import Target
 from k3fuse.rewriter.view import GraphView
 
+# Sites that have an op of their own, givers first.
 Unit = list[tuple[Site, Replacement]]
-
-
-def join(
-    view: GraphView,
-    patterns: Sequence[Pattern],
-    report: Report,
-    judge: Callable[[Site], None],
-) -> None:
-    """Let accepted sites hand over to each other where both forms with it hold, too.
-
-    judge: asks guards and safety of a site, as of every site that was found.
-    """
-    found = report.found
-    owner = {n: s for s in found for n in s.nodes if not is_plain_view(view, n)}
-    for pattern in patterns:
-        for pair in pattern.hand_overs(view, found):
-            objection = _objection(view, pair, owner, judge)
-            if objection is None:
-                pair.agree()
-            else:
-                pair.decline(objection)
-
-
-def _objection(
-    view: GraphView, pair: HandOver, owner: dict[fx.Node, Site], judge: Callable[[Site], None]
-) -> Reason | None:
-    """Why two sites cannot take their forms with a hand-over."""
-    taken: set[fx.Node] = set()
-    for site, form in ((pair.giver, pair.gives), (pair.taker, pair.takes)):
-        form.layer = site.layer
-        form.nodes = absorb_views(view, form)
-        judge(form)
-        if form.reasons:
-            return form.reasons[0]
-        computing = {n for n in form.nodes if not is_plain_view(view, n)}
-        others = (n for n in computing if owner.get(n, site) not in (pair.giver, pair.taker))
-        for node in (*(computing & taken), *others):
-            text = f"{node.name} belongs to another site"
-            return Reason(Code.SHADOWED_BY, text, (node.name,))
-        taken |= computing
-    return None
-
-
-def is_plain_view(view: GraphView, node: fx.Node) -> bool:
-    """Whether a node computes nothing: two sites may share it."""
-    return view.canon(node).op in ("reshape", "permute", "slice", "cast")
 
 
 class Planner:
     """Makes units of accepted sites; all of them before the first edit."""
 
     def __init__(
-        self, view: GraphView, patterns: Sequence[Pattern], target: Target, editor: Editor
+        self,
+        view: GraphView,
+        patterns: Sequence[Pattern],
+        target: Target,
+        editor: Editor,
+        linker: Linker,
     ) -> None:
-        self.view, self.target, self.editor = view, target, editor
+        self.view, self.target, self.editor, self.linker = view, target, editor, linker
         self.patterns = {p.name: p for p in patterns}
 
     def units(self, sites: Iterable[Site]) -> list[Unit]:
@@ -83,34 +44,56 @@ class Planner:
         done: set[int] = set()
         for site in sites:
             if id(site) not in done:
-                pair = site.hand_over
-                done |= {id(s) for s in ((pair.giver, pair.taker) if pair else (site,))}
-                made += self._units_of(site)
+                chain = chain_of(site)
+                done |= {id(s) for s in chain}
+                made += self._units_of(chain)
         return made
 
-    def _units_of(self, site: Site) -> list[Unit]:
-        pair = site.hand_over
-        if pair is None:
-            try:
-                return [[(site, self._replacement(site))]]
-            except Refusal as refusal:
-                site.refuse(refusal.reason)
-                return []
+    def _units_of(self, chain: Chain) -> list[Unit]:
         try:
-            unit = [(s, self._replacement(s)) for s in (pair.giver, pair.taker)]
-            for member, replacement in unit:
-                self.editor.check(member, replacement)
+            return [self._unit(chain)]
         except (Refusal, EditError) as error:
-            return self.parted(pair, error.reason)
-        return [unit]
+            if len(chain) > 1:
+                return self.parted(chain, self._objection)
+            chain[0].refuse(error.reason)
+            return []
 
-    def parted(self, pair: HandOver, reason: Reason) -> list[Unit]:
-        """The units of a pair without its hand-over."""
-        pair.part(reason)
-        return self.units([pair.giver, pair.taker])
+    def parted(self, chain: Chain, objection: Callable[[Chain], Reason | None]) -> list[Unit]:
+        """The units of a chain without the links that `objection` has something against."""
+        self.linker.part(chain, objection)
+        return self.units(chain)
+
+    def with_values(
+        self, wrong: Callable[[Unit], Reason | None]
+    ) -> Callable[[Chain], Reason | None]:
+        """What a chain has against it: it cannot be planned, or `wrong` says why not."""
+
+        def objection(chain: Chain) -> Reason | None:
+            return self._objection(chain) or wrong(self._unit(chain))
+
+        return objection
+
+    def _objection(self, chain: Chain) -> Reason | None:
+        try:
+            self._unit(chain)
+        except (Refusal, EditError) as error:
+            return error.reason
+        return None
+
+    def _unit(self, chain: Chain) -> Unit:
+        """Raises Refusal or EditError where a site of it cannot be replaced."""
+        unit = [(s, self._replacement(s)) for s in chain if s.within is None]
+        for member, replacement in unit if len(chain) > 1 else ():
+            self.editor.check(member, replacement)
+        return unit
 
     def _replacement(self, site: Site) -> Replacement:
         return self.patterns[site.pattern].replacement(site, self.view, self.target)
+
+
+def covered(unit: Unit) -> list[Site]:
+    """The sites of a unit, with those whose work another one's op does."""
+    return [s for site, _ in unit for s in (site, *site.absorbed)]
 
 
 def same_values(planner: Planner, planned: list[Unit], report: Report) -> list[Unit]:
@@ -118,18 +101,23 @@ def same_values(planner: Planner, planned: list[Unit], report: Report) -> list[U
     from k3fuse.rewriter.values import ValueCheck
 
     check, kept = ValueCheck(planner.view), []
-    todo, sites = planned[::-1], sum(map(len, planned))
+
+    def wrong(unit: Unit) -> Reason | None:
+        return next((r for pair in unit if (r := check.reason(*pair, unit)) is not None), None)
+
+    todo, sites = planned[::-1], sum(len(covered(unit)) for unit in planned)
     while todo:
         unit = todo.pop()
-        reason = next((r for pair in unit if (r := check.reason(*pair, unit)) is not None), None)
-        site = unit[0][0]
+        reason = wrong(unit)
+        chain = chain_of(unit[0][0])
         if reason is None:
             kept.append(unit)
-        elif site.hand_over is not None:
-            todo += planner.parted(site.hand_over, reason)[::-1]
+        elif len(chain) > 1:
+            todo += planner.parted(chain, planner.with_values(wrong))[::-1]
         else:
-            site.refuse(reason)
-    report.value_runs = {"sites": sites, "runs": check.runs, "kept": sum(map(len, kept))}
+            chain[0].refuse(reason)
+    held = sum(len(covered(unit)) for unit in kept)
+    report.value_runs = {"sites": sites, "runs": check.runs, "kept": held}
     return kept
 
 
@@ -138,26 +126,29 @@ def edit(editor: Editor, planned: Iterable[Unit]) -> dict[int, tuple[fx.Node, ..
     made = {}
     for unit in planned:
         for site, replacement in unit:
+            if site.outcome != "found":
+                continue  # it reads what there is not
             done = len(editor.events)
             try:
                 call = editor.replace(site, replacement)
             except EditError as error:
-                site.refuse(error.reason)
-                _alone(editor, site, error.reason)
-                break  # a giver's taker reads what there is not
-            site.new_node = call.name
+                _leave(editor, site, error.reason)
+                continue
             inserted = [e.node for e in editor.events[done:] if e.kind == "inserted"]
-            made[id(site)] = new_nodes(call, inserted)
+            new = new_nodes(call, inserted)
+            for place in (site, *site.absorbed):
+                place.new_node = call.name
+                made[id(place)] = new
     return made
 
 
-def _alone(editor: Editor, site: Site, reason: Reason) -> None:
-    """The other site of a hand-over stays without its partner, which could not be replaced."""
-    pair = site.hand_over
-    if pair is None:
-        return
-    pair.decline(reason)
-    if site is pair.giver:
-        pair.taker.refuse(reason)
-    elif pair.only:
-        editor.reduce(pair.giver, pair.only)
+def _leave(editor: Editor, site: Site, reason: Reason) -> None:
+    """A site that could not be replaced stays, and so do those that read what its op makes."""
+    site.refuse(reason)
+    for link in site.links:
+        link.decline(reason)
+        if link.giver is site:
+            if link.taker.outcome == "found":
+                _leave(editor, link.taker, reason)
+        elif isinstance(link, HandOver) and link.only and link.giver.outcome == "found":
+            editor.reduce(link.giver, link.only)

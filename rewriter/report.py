@@ -218,7 +218,7 @@ def site_json(site: Site) -> dict[str, Any]:
         "new_node": site.new_node,
         "values": {s.name: str(v).replace("'", "") for s, v in site.values.items()},
         "guards": [g.to_json() for g in site.guards],
-        "notes": list(site.notes),
+        "notes": [*site.notes, *site.parted],
         "source": site.source,
         "frames": site.frames,
         "lines": site.lines,

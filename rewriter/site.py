@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import sympy
 from torch import fx
@@ -117,6 +118,7 @@ class Site:
     prefetched: weight and bytes of it that the op asks for early, on one rank.
     before, after: texts; pieces: keys of the report's graph pieces, "before" and "after";
     frames: model lines of the anchor, innermost last; lines: those of all its nodes.
+    links: with sites that it is better off together with; parted: notes on those that do not hold.
     """
 
     pattern: str
@@ -142,7 +144,18 @@ class Site:
     frames: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     pieces: dict[str, str] = field(default_factory=dict)
-    hand_over: HandOver | None = field(default=None, repr=False, compare=False)
+    links: list[Link] = field(default_factory=list, repr=False, compare=False)
+    parted: list[str] = field(default_factory=list)
+
+    @property
+    def within(self) -> Site | None:
+        """The site whose op does this one's work, too; then this one has no op of its own."""
+        return next((k.giver for k in self.links if k.absorbs and k.taker is self), None)
+
+    @property
+    def absorbed(self) -> list[Site]:
+        """Sites whose work this one's op does, too."""
+        return [k.taker for k in self.links if k.absorbs and k.giver is self]
 
     @property
     def prefetched_bytes(self) -> int:
@@ -171,40 +184,67 @@ _FORM = (
 )  # fmt: skip
 
 
-@dataclass
-class HandOver:
-    """Two accepted sites that are better off together: the taker reads what the giver's op makes.
+@dataclass(eq=False)
+class Link(ABC):
+    """Two accepted sites that are better off together: the taker reads what the giver makes.
 
-    gives, takes: their forms with it. What is handed over is a value of the graph, so either form
-    is right without the other; beside it the giver's op may make results that the graph does not
-    have (`Made`), by the keyword arguments `only`: without their reader they are left out.
+    Each is right without the other, and either may be in several links. absorbs: the giver's op
+    does the taker's work, too.
     """
 
     giver: Site
     taker: Site
-    gives: Site
-    takes: Site
-    only: Mapping[str, Any] = field(default_factory=dict)
-    alone: tuple[Site, Site] | None = None
+    absorbs: ClassVar[bool]
 
-    def agree(self) -> None:
-        """Both sites take their forms with the hand-over."""
-        self.alone = replace(self.giver), replace(self.taker)
-        for site, form in ((self.giver, self.gives), (self.taker, self.takes)):
-            site.become(form)
-            site.hand_over = self
+    @abstractmethod
+    def forms(self) -> tuple[Site, Site]:
+        """Return the giver and the taker with it, from the forms that they have now; no edit.
 
-    def part(self, reason: Reason) -> None:
-        """Both sites take the forms back that they have without each other; notes say why."""
-        for site, form in zip((self.giver, self.taker), self.alone or (), strict=False):
-            site.become(form)
-        self.decline(reason)
+        Raises Refusal where they cannot have it.
+        """
 
     def decline(self, reason: Reason) -> None:
-        """Neither site hands over; notes say why."""
+        """Note at both sites why they are not together."""
         for site, other in ((self.giver, self.taker), (self.taker, self.giver)):
-            site.hand_over = None
-            site.notes = (*site.notes, f"no hand-over with {other.pattern}: {reason.sentence}")
+            site.parted.append(f"apart from {other.pattern}: {reason.sentence}")
+
+
+@dataclass(eq=False)
+class HandOver(Link):
+    """The taker has an op of its own and reads more of the giver's.
+
+    make: see `forms`. What is handed over is a value of the graph, so either form is right without
+    the other; beside it the giver's op may make results that the graph does not have (`Made`), by
+    the keyword arguments `only`: without their reader they are left out.
+    """
+
+    make: Callable[[], tuple[Site, Site]]
+    only: Mapping[str, Any] = field(default_factory=dict)
+    absorbs: ClassVar[bool] = False
+
+    def forms(self) -> tuple[Site, Site]:
+        """Both with the hand-over."""
+        return self.make()
+
+
+@dataclass(eq=False)
+class Absorption(Link):
+    """The giver's op does the taker's work, too, so the taker's op falls away.
+
+    make: the giver's form with all nodes, operands and outputs of both.
+    """
+
+    make: Callable[[], Site]
+    absorbs: ClassVar[bool] = True
+
+    def forms(self) -> tuple[Site, Site]:
+        """The giver with both places; the taker as a part of it."""
+        giver, taker = self.giver, self.taker
+        where = giver.pattern if giver.layer is None else f"{giver.pattern} of layer {giver.layer}"
+        note = f"done by the launches of {where}"
+        return self.make(), replace(
+            taker, form=f"{taker.form} in {giver.pattern}", notes=(*taker.notes, note)
+        )
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -174,7 +174,7 @@ def test_a_collective_in_place_keeps_its_operand_reduced() -> None:
         other = h.call(
             op.wait_tensor.default, h.call(op.all_reduce.default, shared, "sum", groups()[0])
         )
-        from k3fuse.patterns.experts import read_tail
+        from k3fuse.patterns.latent_tail import read_tail
         from k3fuse.rewriter import safety
         from k3fuse.rewriter.site import Site
 

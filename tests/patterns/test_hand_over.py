@@ -18,7 +18,7 @@ from k3fuse.kernels.common.policy import Table
 from k3fuse.kernels.router import reference
 from k3fuse.patterns.hand_over import Taken
 from k3fuse.patterns.models.mx import mxfp4_dequantise, mxfp8_round
-from k3fuse.rewriter import plan
+from k3fuse.rewriter import links
 from k3fuse.rewriter.edit import EditError, Editor
 from k3fuse.rewriter.reasons import Code, Reason
 from k3fuse.rewriter.report import Report
@@ -251,7 +251,7 @@ def test_a_form_that_cannot_be_planned_parts_both(
     report, module = judged()
     assert forms(report) == ALONE
     assert set(calls(module)) == {"router", "experts"}
-    assert all("no hand-over with" in s.notes[-1] for s in report.found)
+    assert all("apart from" in s.parted[-1] for s in report.found)
 
 
 def test_experts_refused_behind_the_edit_leave_a_router_without_mxfp8(
@@ -294,7 +294,7 @@ def test_wrong_results_are_found_by_value_and_part_both(
         monkeypatch.setattr("k3fuse.kernels.router.op.reference.completed", wrong)
     report, _ = judged(validate="values")
     assert forms(report) == ALONE
-    assert all("no hand-over with" in s.notes[-1] for s in report.found)
+    assert all("apart from" in s.parted[-1] for s in report.found)
 
 
 def test_a_rank_that_disagrees_changes_nothing() -> None:
@@ -318,7 +318,7 @@ def test_forms_of_a_pair_have_nodes_of_their_own() -> None:
     report, module = judged(dry_run=True)
     assert forms(report) == JOINED
     view = GraphView(module.graph)
-    nodes = [n for s in report.found for n in s.nodes if not plan.is_plain_view(view, n)]
+    nodes = [n for s in report.found for n in s.nodes if not links.is_plain_view(view, n)]
     assert len(nodes) == len(set(nodes))
     (experts,) = [s for s in report.found if s.pattern == "experts"]
     taken: Taken = experts.facts[3]

@@ -41,6 +41,7 @@ def test_rewritten_model_equals_the_original(
         assert found["found"] == KimiK3Config.small().expected_sites()
         assert found["graphs"] == 1
         assert found["hand_overs"] == found["found"]["experts"]
+        assert found["absorbed"] == found["found"]["experts"]
         assert found["tokens"] == 3 * tokens
         assert found["distinct"] > 8, "a model that repeats one token proves nothing"
         assert found["equal_tokens"] == found["tokens"]
