@@ -19,7 +19,6 @@ from k3fuse.kernels.common.placement import misplaced, placed
 from k3fuse.kernels.common.policy import MAX_M, Row, chip_of
 from k3fuse.kernels.common.runtime import RUNTIME, Runtime
 from k3fuse.kernels.experts import gate_up
-from k3fuse.kernels.experts import mix as behind
 from k3fuse.kernels.experts.block_config import MAP_ALIGNMENT, BlockConfig, fits_block
 from k3fuse.kernels.experts.block_shuffled import fits_shuffled
 from k3fuse.kernels.experts.builder import BUILDER, config_of
@@ -30,6 +29,7 @@ from k3fuse.kernels.experts.reference import Activation
 from k3fuse.kernels.prefetch.launch import NOTHING, Ahead
 from k3fuse.kernels.tail import launch as tail
 from k3fuse.kernels.tail.mix import Mix
+from k3fuse.kernels.tail.policy import MIXED_TABLE
 from k3fuse.kernels.tail.policy import TABLE as TAIL
 
 BF16 = torch.bfloat16
@@ -172,9 +172,8 @@ def misfit(
         return against
     if given.latent_norm_weight is None or given.up_weight is None:
         return "there is no latent norm with an up-projection, which the tail's kernel computes"
-    norm, up = given.latent_norm_weight, given.up_weight
-    against = tail.misfit(given.hidden, given.shared_x, norm, up)
-    return against or ("" if mix is None else behind.misfit(mix, target))
+    rows = given.hidden, given.shared_x, given.latent_norm_weight, given.up_weight
+    return tail.misfit(*rows) if mix is None else tail.misfit_mixed(*rows, mix)
 
 
 def partials_misfit(row: Row, target: str, given: Operands, activation: Activation) -> str:
@@ -334,19 +333,16 @@ def launch(
     before the tail. Raises ExchangeError, LaunchError.
     """
     norm, up = given.latent_norm_weight, given.up_weight
-    last = TAIL.lookup(target, given.hidden.shape[0])
+    last = (TAIL if mix is None else MIXED_TABLE).lookup(target, given.hidden.shape[0])
     if norm is None or up is None or last is None:
         raise LaunchError("these operands have a misfit; ask `misfit` before the launch")
-    floor = "hidden_floor" in rounding
+    floor, before = "hidden_floor" in rounding, "round_before_weight" in rounding
     given = _in_place(given)
     routed, shared = partials(row, target, given, activation, floor, runtime=runtime)
-    delta = tail.launch(
-        last, target, group, routed, shared, norm, up, eps, "round_before_weight" in rounding,
-        ahead=ahead, runtime=runtime, space=space,
-    )  # fmt: skip
+    operands = last, target, group, routed, shared, norm, up, eps, before
     if mix is None:
-        return [delta]
-    return [delta, *behind.launch(mix, target, delta, runtime=runtime)]
+        return [tail.launch(*operands, ahead=ahead, runtime=runtime, space=space)]
+    return list(tail.launch_mixed(*operands, mix, ahead=ahead, runtime=runtime, space=space))
 
 
 def _in_place(given: Operands) -> Operands:

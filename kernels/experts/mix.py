@@ -1,4 +1,4 @@
-"""The AttnRes behind the experts, which reads their delta: arguments, meaning, a launch apart."""
+"""The AttnRes behind the experts, which reads their delta: its arguments and meaning."""
 
 from __future__ import annotations
 
@@ -7,13 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from k3fuse.kernels.attn_res import launch as attn_res
 from k3fuse.kernels.attn_res import reference
 from k3fuse.kernels.attn_res.check import residual_sources, score_and_norm
-from k3fuse.kernels.attn_res.policy import TABLE
-from k3fuse.kernels.build.errors import LaunchError, VariantError
-from k3fuse.kernels.common.policy import Row
-from k3fuse.kernels.common.runtime import Runtime
 from k3fuse.kernels.tail.mix import Mix
 
 # Behind everything else that is positional in the op's schema; meaning and order as in attn_res.
@@ -58,39 +53,7 @@ def check(mix: Mix, hidden: Tensor, h: int) -> None:
 
 def meaning(mix: Mix, delta: Tensor) -> list[Tensor]:
     """[mix, new prefix] of a delta [M, H]."""
-    return reference.attn_res(mix.prefix, delta, *_behind_delta(mix))
-
-
-def misfit(mix: Mix, target: str) -> str:
-    """Why the kernel of AttnRes cannot serve these operands, "" where it can."""
-    for name in ("score_norm_weight", "score_proj_weight", "out_norm_weight"):
-        weight = getattr(mix, name)
-        if weight is not None and weight.dtype != mix.prefix.dtype:
-            return f"{name} is {weight.dtype}, the kernel takes {mix.prefix.dtype}"
-    try:
-        norm = mix.out_norm_weight is not None
-        attn_res.variant(_row(mix, target), target, mix.num_blocks, True, norm, mix.round_mix)
-    except VariantError as error:
-        return str(error)
-    return ""
-
-
-def launch(mix: Mix, target: str, delta: Tensor, *, runtime: Runtime) -> list[Tensor]:
-    """[mix, new prefix] by the launch of AttnRes where it stands alone. Raises LaunchError."""
-    rest = _behind_delta(mix)
-    return attn_res.launch(_row(mix, target), target, mix.prefix, delta, *rest, runtime=runtime)
-
-
-def _row(mix: Mix, target: str) -> Row:
-    m = mix.prefix.shape[0]
-    row = TABLE.lookup(target, m)
-    if row is None:
-        raise LaunchError(f"M={m} is outside the policy of AttnRes on {target!r}")
-    return row
-
-
-def _behind_delta(mix: Mix) -> tuple[Any, ...]:
-    return (
-        mix.blocks, mix.num_blocks, mix.score_norm_weight, mix.score_proj_weight,
-        mix.out_norm_weight, mix.eps, mix.out_eps, mix.round_mix,
+    return reference.attn_res(
+        mix.prefix, delta, mix.blocks, mix.num_blocks, mix.score_norm_weight,
+        mix.score_proj_weight, mix.out_norm_weight, mix.eps, mix.out_eps, mix.round_mix,
     )  # fmt: skip

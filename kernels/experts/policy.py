@@ -3,9 +3,8 @@
 `TAKING` is the same where a router has made the shared expert's hidden row: gate and up are in its
 front kernel, and two launches are left.
 
-`with_mix` of a table is the same where the op also does the AttnRes that reads its delta. Up to 8
-tokens the tail's launch does it. Above, the AttnRes has a launch of its own inside the op; the
-rewrite leaves it a site of its own there.
+`MIXING` and `TAKING_MIXING` are the same where the op also does the AttnRes that reads its delta:
+in the tail's launch where the tail's policy says so, else in one of its own.
 
 One kernel of each for all token counts, compiled for up to 8, 16, 32 and 64 tokens. The experts'
 kernel has two engines for the same units: products with block scales (tcgen05), where the chip has
@@ -23,11 +22,17 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from k3fuse.kernels.common.policy import MAX_M, REFERENCE, Row, Table, table
+from k3fuse.kernels.tail.policy import MIXED as TAIL_MIXED
+from k3fuse.kernels.tail.policy import MIXED_TABLE
 
 EXPERTS = "mx_experts_and_latent_tail"
 MIXED = "mx_experts_and_latent_tail_mix"
-# Tokens up to which the tail's launch does the AttnRes behind it.
-MIX_MOST = 8
+# Tokens up to which the tail's launch does the AttnRes behind it, on every target with kernels.
+MIX_MOST = min(
+    max(row.m_max for row in rows if row.kernel == TAIL_MIXED)
+    for target, rows in MIXED_TABLE.rows.items()
+    if target != REFERENCE
+)
 BLOCK, TWIN = "block_scaled", "bf16"
 # Architecture -> engine of the routed experts; others have the twin.
 ENGINES: Mapping[str, str] = MappingProxyType({"sm_100a": BLOCK, "sm_103a": BLOCK})
@@ -64,20 +69,24 @@ TABLE = table("experts", *_rows(3), tp16=_rows(3, two_shot=True))
 TAKING = table("experts", *_rows(2), tp16=_rows(2, two_shot=True))
 
 
-def with_mix(rows: Table) -> Table:
+def _with_mix(table: Table) -> Table:
     """The table of an op that does the AttnRes behind the experts, too."""
 
-    def row_of(row: Row) -> Row:
-        if row.kernel == REFERENCE:
+    def row_of(target: str, row: Row) -> Row:
+        last = MIXED_TABLE.lookup(target, row.m_max)
+        if last is None or row.kernel == REFERENCE:
             return row
-        if row.m_max <= MIX_MOST:
-            return replace(row, kernel=MIXED, reason=f"{row.reason}; the tail does the AttnRes")
-        return replace(row, launches=row.launches + 1, reason=f"{row.reason}; AttnRes apart")
+        name = MIXED if last.kernel == TAIL_MIXED else row.kernel
+        return replace(
+            row, kernel=name, launches=row.launches + last.launches - 1,
+            reason=f"{row.reason}; {last.reason}",
+        )  # fmt: skip
 
-    return Table(rows.op, {name: tuple(map(row_of, of)) for name, of in rows.rows.items()})
+    rows = {name: tuple(row_of(name, r) for r in of) for name, of in table.rows.items()}
+    return Table(table.op, rows)
 
 
-MIXING, TAKING_MIXING = with_mix(TABLE), with_mix(TAKING)
+MIXING, TAKING_MIXING = _with_mix(TABLE), _with_mix(TAKING)
 
 
 def mixes(target: str, m: int) -> bool:
