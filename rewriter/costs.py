@@ -2,8 +2,9 @@
 
 Before: every operation that is no view reads its operands and writes its results once, as if each
 were one kernel (a compiler may fuse some). After: a fused op reads what its site reads from outside
-once and writes what is read outside once; the policy says in how many launches. Floor: what the
-whole layer reads from outside and leaves behind, each byte once.
+once and writes what is read outside once; the policy says in how many launches. A site whose work
+another one's op does has no launch and reads nothing of that op's results. Floor: what the whole
+layer reads from outside and leaves behind, each byte once.
 """
 
 from __future__ import annotations
@@ -135,7 +136,8 @@ def _fill(row: Row, site: Site | None, inside: list[fx.Node]) -> None:
         row.written += written
     if site is not None and site.outcome == "found" and site.kernel is not None:
         row.launches = site.kernel.launches
-        row.read_after, row.written_after = _boundary(inside)
+        own = site.within.nodes if site.within is not None else ()
+        row.read_after, row.written_after = _boundary(inside, own)
         row.read_after -= site.kernel.unread
         row.hops_after = row.hops + site.kernel.hops
     else:
@@ -189,11 +191,16 @@ def _picked(node: fx.Node) -> int:
     return min(given, round(_bytes(source) / shape[0] * different))
 
 
-def _boundary(inside: Iterable[fx.Node]) -> tuple[int, int]:
-    """Bytes read from outside and left for outside, each once, rows that are picked by row."""
-    member = set(inside)
+def _boundary(inside: Iterable[fx.Node], own: Iterable[fx.Node] = ()) -> tuple[int, int]:
+    """Bytes read from outside and left for outside, each once, rows that are picked by row.
+
+    own: what the op that these nodes are a part of makes itself, so that nothing has to be read.
+    """
+    member, made = set(inside), set(own)
     read = 0
     for root, readers in _roots(member).items():
+        if root in made:
+            continue
         # Rows of a table are picked, or written: the rest of it is not read.
         names = {op_of(n) if v is n.all_input_nodes[0] else "" for n, v in readers}
         if names <= _PICKS:

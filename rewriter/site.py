@@ -239,12 +239,9 @@ class Absorption(Link):
 
     def forms(self) -> tuple[Site, Site]:
         """The giver with both places; the taker as a part of it."""
-        giver, taker = self.giver, self.taker
-        where = giver.pattern if giver.layer is None else f"{giver.pattern} of layer {giver.layer}"
-        note = f"done by the launches of {where}"
-        return self.make(), replace(
-            taker, form=f"{taker.form} in {giver.pattern}", notes=(*taker.notes, note)
-        )
+        where, taker = self.giver.pattern, self.taker
+        notes = (*taker.notes, f"done by the launches of {where}")
+        return self.make(), replace(taker, form=f"{taker.form} in {where}", notes=notes)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

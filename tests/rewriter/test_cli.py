@@ -71,7 +71,7 @@ def test_missing_sites_of_a_built_in_model_are_an_exit_code(
     plan: bool, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     later = table("experts", planned(1, 64, "a_kernel_to_come", 2))
-    monkeypatch.setattr(experts, "EXPERTS_TABLE", later)
+    monkeypatch.setitem(experts._TABLES, (False, False), later)
     result = call("inspect", "kimi-k3", "--layers", 2, "--json", *(["--plan"] if plan else []))
     assert result.exit_code == code
     d = document(result)

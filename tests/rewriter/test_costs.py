@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from k3fuse.rewriter.costs import layer_costs
-from k3fuse.rewriter.site import Kernel, Site
+from k3fuse.rewriter.site import Absorption, Kernel, Site
 from k3fuse.rewriter.sources import capture
 from reports import full_size
 
@@ -58,6 +58,29 @@ def test_a_kernel_of_several_ranks_counts_its_exchange_and_leaves_bytes_to_the_o
     assert [r["hops_after"] for r in (*plain, *shared)] == [0, 0, 1, 0]
     assert plain[0]["read_after"] - shared[0]["read_after"] == W // 2
     assert plain[1] == shared[1]
+
+
+def test_a_site_in_another_op_reads_nothing_that_this_makes_and_has_no_launch() -> None:
+    def call(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x) + y
+
+    inputs = (torch.randn(4, 8, dtype=BF16), torch.randn(4, 8, dtype=BF16))
+    graph = capture(call, inputs, {}, name="costs")[0].module.graph
+    relu, add = (n for n in graph.nodes if n.op == "call_function")
+    taken = {}
+    for absorbed in (False, True):
+        first = Site("one", "plain", relu, (relu,), {}, (relu,), {}, layer=2, kernel=LAUNCHES)
+        second = Site("two", "plain", add, (add,), {}, (add,), {}, layer=2, kernel=LAUNCHES)
+        if absorbed:
+            second.kernel = Kernel("k", True, 0)
+            link = Absorption(first, second, lambda: first)
+            first.links.append(link)
+            second.links.append(link)
+        (entry,) = layer_costs(list(graph.nodes), {}, [first, second])
+        taken[absorbed] = entry["rows"][1]
+    assert (taken[False]["read_after"], taken[True]["read_after"]) == (2 * X, X)
+    assert (taken[False]["launches"], taken[True]["launches"]) == (3, 0)
+    assert taken[True]["written_after"] == X
 
 
 def test_views_cost_nothing() -> None:
@@ -131,7 +154,7 @@ def test_kimi_k3_at_tp8() -> None:
     most = max(kinds, key=lambda x: len(x["layers"]))
     floor = 90.1 + 22.0 + 12.9 + 2 * 51.4 + 33.0 + 120.4 * 2.19 + 12.8
     assert most["floor"] == pytest.approx(floor * 1e6, rel=0.01)
-    assert sum(r["launches"] for r in most["rows"] if r["outcome"] == "found") == 7
+    assert sum(r["launches"] for r in most["rows"] if r["outcome"] == "found") == 6
     assert sum(r["hops"] for r in most["rows"]) == 3
     # The router's rows and those of the up-projection are split over the ranks: a hop each.
     assert sum(r["hops_after"] for r in most["rows"]) == 5

@@ -205,7 +205,8 @@ def test_size_and_time_for_93_layers() -> None:
 def test_equal_sites_share_a_picture() -> None:
     found = content(full_size())
     assert len(found["index"]) == 464
-    assert len(found["groups"]) < 60
+    # Experts differ by the blocks that the AttnRes in their op reads.
+    assert len(found["groups"]) < 80
     drawn = sum(bool(p["svg"]) for g in found["groups"] for p in g["pictures"].values())
     assert drawn == len(full_size()["graphs"])
 
@@ -252,7 +253,7 @@ def test_bytes_are_labelled_as_computed() -> None:
     assert "Computed, not measured." in text
     assert "8 TB/s" in text
     assert "launches after" in text
-    assert len(list(layers.iter("table"))) == len(full_size()["layers"]) == 4
+    assert len(list(layers.iter("table"))) == len(full_size()["layers"]) == 5
     assert "floor 5" in text
 
 
