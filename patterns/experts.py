@@ -50,7 +50,9 @@ from k3fuse.rewriter.subgraph import OutputSpec
 from k3fuse.rewriter.target import Target
 from k3fuse.rewriter.view import GraphView, op_of, shape_of
 
-_E, _I, _L, _TOP_K, _MIXED = sympy.symbols("E I L top_k mixed", integer=True, nonnegative=True)
+_E, _I, _L, _TOP_K, _MIXED = sympy.symbols(
+    "E I L top_k mixed_tokens", integer=True, nonnegative=True
+)
 _ACTIVATION, _SHARED, _EXPERTS_DTYPE, _GROUPS, _ROUNDING = sympy.symbols(
     "activation shared_activation experts_dtype groups latent_norm_rounding"
 )

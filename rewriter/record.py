@@ -29,10 +29,10 @@ class Recorder:
         """Read every site and near miss of the untouched graph. layers: nodes of known layer."""
         kept = pieces.Pieces()
         for site in self.report.sites:
-            site.before = "\n".join(node_lines(site.nodes))
+            site.before = "\n".join(node_lines(site.own))
             site.frames = pieces.frames(site.anchor)
-            site.lines = pieces.model_lines(site.nodes)
-            self.drafts.append((site, pieces.draft(site.nodes)))
+            site.lines = pieces.model_lines(site.own)
+            self.drafts.append((site, pieces.draft(site.own)))
         for miss in self.report.near:
             miss.frames = pieces.frames(miss.anchor)
             miss.pieces["before"] = kept.keep(pieces.draft(pieces.around(miss.anchor)))
@@ -44,7 +44,7 @@ class Recorder:
         kept = pieces.Pieces()
         kept.store = self.report.graphs
         for site, draft in self.drafts:
-            gone = [n for n in site.nodes if n._erased] if id(site) in made else []
+            gone = [n for n in site.own if n._erased] if id(site) in made else []
             site.pieces["before"] = kept.keep(draft, set(gone))
             new = [n for n in made.get(id(site), ()) if not n._erased]
             if new:

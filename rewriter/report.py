@@ -214,7 +214,7 @@ def site_json(site: Site) -> dict[str, Any]:
         **({"prefetched_bytes": site.prefetched_bytes} if site.prefetched else {}),
         "built": dict(site.kernel.built) if site.kernel else {},
         "anchor": site.anchor.name,
-        "nodes": len(site.nodes),
+        "nodes": len(site.own),
         "new_node": site.new_node,
         "values": {s.name: str(v).replace("'", "") for s, v in site.values.items()},
         "guards": [g.to_json() for g in site.guards],

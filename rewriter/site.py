@@ -158,6 +158,12 @@ class Site:
         return [k.taker for k in self.links if k.absorbs and k.giver is self]
 
     @property
+    def own(self) -> tuple[fx.Node, ...]:
+        """Its nodes without those of the sites that it has absorbed."""
+        others = {node for site in self.absorbed for node in site.nodes}
+        return tuple(node for node in self.nodes if node not in others)
+
+    @property
     def prefetched_bytes(self) -> int:
         """Bytes that the op asks for ahead of their readers, on one rank."""
         return sum(size for _, size in self.prefetched)

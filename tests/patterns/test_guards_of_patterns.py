@@ -52,6 +52,7 @@ INSTEAD: dict[str, list[sympy.Basic]] = {
     "routing": [name("CustomRoutingRouter")],
     "features": [name("LoRA")],
     "input_ids": [name("given")],
+    "mixed_tokens": [sympy.Integer(9)],
     "E_rank": [sympy.Integer(112)],
 }
 DTYPES = [name("float32"), name("float16"), name("mixed")]

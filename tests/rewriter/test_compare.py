@@ -127,8 +127,7 @@ def test_a_site_as_svg(part: str, tmp_path: Path) -> None:
     root = ElementTree.fromstring(text)  # well-formed by itself
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
     boxes = root.findall(".//{http://www.w3.org/2000/svg}rect")
-    # With the AttnRes there are more boxes than fit, so runs of small operations are folded.
-    assert len(boxes) == (19 if part == "before" else 1)
+    assert len(boxes) == (34 if part == "before" else 1)
     assert root.get("aria-label") == f"experts, layer 57, {part} the rewrite"
 
 

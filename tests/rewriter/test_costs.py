@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -73,7 +75,7 @@ def test_a_site_in_another_op_reads_nothing_that_this_makes_and_has_no_launch() 
         second = Site("two", "plain", add, (add,), {}, (add,), {}, layer=2, kernel=LAUNCHES)
         if absorbed:
             second.kernel = Kernel("k", True, 0)
-            link = Absorption(first, second, lambda: first)
+            link = Absorption(first, second, partial(replace, first))
             first.links.append(link)
             second.links.append(link)
         (entry,) = layer_costs(list(graph.nodes), {}, [first, second])

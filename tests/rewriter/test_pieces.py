@@ -75,7 +75,7 @@ def test_a_report_keeps_a_piece_once() -> None:
     used = [key for s in report["sites"] for key in s["pieces"].values()]
     assert len(used) == 2 * 464
     assert set(used) == set(report["graphs"])
-    assert len(report["graphs"]) < 110
+    assert len(report["graphs"]) < 100
 
 
 def test_sites_of_a_recorded_report_have_lines_and_both_graphs() -> None:
