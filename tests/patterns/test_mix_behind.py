@@ -18,10 +18,13 @@ from build import BF16, FP32, LEVELS, rows, run, stock_ops, trace
 from k3fuse.kernels.attn_res.reference import attn_res
 from k3fuse.kernels.common.policy import Table
 from k3fuse.kernels.experts import mix as behind
+from k3fuse.patterns.sources.kimi_k3 import build
 from k3fuse.rewriter.edit import EditError, Editor
 from k3fuse.rewriter.reasons import Code, Reason
 from k3fuse.rewriter.report import Report
 from k3fuse.rewriter.site import Site
+from k3fuse.rewriter.sources import SourceRequest
+from k3fuse.rewriter.target import Target
 from test_hand_over import JOINED, H, M, Spelling, block, calls, forms
 from test_hand_over import inputs as block_inputs
 from tolerances import assert_close
@@ -199,6 +202,22 @@ def test_an_attn_res_of_another_row_is_not_proposed(total: str) -> None:
     report, _ = judged(Behind(total=total))
     assert forms(report) == ALONE
     assert notes(report) == []
+
+
+@pytest.mark.parametrize("m", [8, 9, None])
+def test_the_policy_decides_where_there_are_kernels(m: int | None) -> None:
+    """Up to 8 tokens; a symbolic count is decided at run time."""
+    graph = build(SourceRequest(Target.parse("gb300:tp8"), m, 2, "list"))[0]
+    report = run(graph.module, "gb300:tp8", plan=True, groups=graph.groups)
+    (experts,) = [s for s in report.found if s.pattern == "experts"]
+    (final,) = [s for s in report.found if s.pattern == "attn_res" and s.layer is None]
+    assert (final.within is experts) == (m != 9)
+    assert final.kernel is not None
+    assert final.kernel.launches == (1 if m == 9 else 0)
+    reason = "needs mixed_tokens <= 8"
+    assert [n.startswith(f"apart from experts: {reason}") for n in final.parted] == [True] * (
+        m == 9
+    )
 
 
 def test_delta_and_delta_are_no_prefix_and_delta() -> None:
