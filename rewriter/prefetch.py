@@ -84,11 +84,10 @@ class _Choice:
     def pass_to(self, other: Site) -> None:
         """Note what ops in between read that no site covers."""
         here, self._passed = self._passed, self.view.index[other.anchor]
+        self._inside.update(other.nodes)
         for node in self.view.nodes[here + 1 : self._passed]:
-            if node in self._inside or node in other.nodes:
-                continue
-            self._between |= {n for n in node.all_input_nodes if _is_input(n)}
-        self._inside |= set(other.nodes)
+            if node not in self._inside:
+                self._between.update(n for n in node.all_input_nodes if _is_input(n))
 
     def reaches(self, other: Site) -> bool:
         """Whether what is asked for is still there when `other` reads it.
@@ -123,6 +122,8 @@ class _Choice:
             return f"{writers[0].name} may write it"
         if not read.bytes or not node.meta["val"].is_contiguous():
             return "its size is not fixed, or it is not contiguous"
+        if node.meta["val"].device != self.site.anchor.meta["val"].device:
+            return "it is on another device"
         if view.index[node] > view.index[self.site.nodes[0]]:
             return "it stands behind the op in the graph"
         if _first_read(view, node) < view.index[self.site.anchor]:

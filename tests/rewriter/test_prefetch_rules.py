@@ -166,6 +166,14 @@ def written(chain: Chain, weight: fx.Node) -> fx.Node:
     return weight
 
 
+def functionalized(chain: Chain, weight: fx.Node) -> fx.Node:
+    """Read by a call that stands for one that writes in place."""
+    call = torch.ops.higher_order.auto_functionalized
+    node = chain.hand.graph.call_function(call, (aten.relu_.default,), {"self": weight})
+    node.meta["val"] = (weight.meta["val"],)
+    return weight
+
+
 def read_before(chain: Chain, weight: fx.Node) -> fx.Node:
     """Through a view of it."""
     turned = chain.hand.call(aten.t.default, weight)
@@ -177,6 +185,7 @@ REFUSED: dict[str, tuple[Callable[[Chain, fx.Node], fx.Node], dict[str, Any], st
     "computed": (computed, {}, "it is no input of the graph, but computed or a view"),
     "a view": (viewed, {}, "it is no input of the graph, but computed or a view"),
     "written": (written, {}, "may write it"),
+    "functionalized": (functionalized, {}, "may write it"),
     "read before": (read_before, {}, "it has been read before"),
     "another group": (
         lambda _, w: w, {"split": 64, "group": "ep"}, "its rows are split over 'ep', not over 'tp'"
@@ -212,6 +221,16 @@ def test_a_strided_weight_and_one_behind_the_op_are_left_out() -> None:
     ]  # fmt: skip
     assert site.kernel is not None
     assert site.kernel.launches == 2
+
+
+def test_a_weight_on_another_device_is_left_out() -> None:
+    chain = Chain()
+    with chain.hand.mode:
+        elsewhere = chain.hand.given("elsewhere", torch.empty(64, 64, device="cuda"))
+    site = chain.site(LIMITS)
+    chain.site(reads=[Read(elsewhere, SIZE)])
+    assert names(chain.plan()[0]) == []
+    assert site.notes == ("no prefetch of elsewhere: it is on another device",)
 
 
 def test_a_weight_is_named_once() -> None:
