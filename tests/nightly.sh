@@ -54,7 +54,8 @@ guided() {
 
 coverage() {
     rm -f "$kept"/coverage "$kept"/coverage.*
-    COVERAGE_FILE=$kept/coverage "$python" -m pytest -q -n "$workers" tests/rewriter \
+    COVERAGE_FILE=$kept/coverage "$python" -m pytest -q -n "$workers" --dist worksteal \
+        tests/rewriter \
         tests/patterns tests/nearmiss tests/kernels/build/test_kernels_cli.py tests/test_docs.py \
         tests/test_bench.py tests/kernels/check/test_check_cli.py tests/kernels/check/test_gpu_runs.py \
         --cov --cov-branch --cov-report= || return 1
@@ -75,7 +76,7 @@ flakes() {
 }
 
 matrices() {
-    "$python" -m pytest -q -n "$workers" --nightly -m nightly tests
+    "$python" -m pytest -q -n "$workers" --dist worksteal --nightly -m nightly tests
 }
 
 compat() {
