@@ -5,14 +5,17 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from k3fuse.kernels.attn_res.reference import attn_res
 from k3fuse.kernels.build.variant import Variant, parameter_names
 from k3fuse.kernels.common.collective import ordered_sum
+from k3fuse.kernels.common.geometry import HIDDEN
 from k3fuse.kernels.common.numerics import rms_norm
-from k3fuse.kernels.simulator import Launch, simulate_sequence
+from k3fuse.kernels.simulator import Inside, Launch, simulate_sequence
 from k3fuse.kernels.tail.builder import config_of
 from k3fuse.kernels.tail.mailbox import CTAS, LATENT, TailMailbox
 from k3fuse.kernels.tail.problem import ARMED, BF16, EPS
@@ -68,12 +71,17 @@ def words_of(rows: Tensor) -> Tensor:
 class Functional(StandIn):
     """Kernels that do what the mailbox promises; one that would poll in vain is an error.
 
-    broken: "scaled" rows, a partial "dropped", words left "unarmed", another rank's "columns".
+    broken: "scaled" rows, a partial "dropped", words left "unarmed", another rank's "columns"; of
+    AttnRes, the "old prefix", the "first block" in the place of all.
     """
 
     def launch(self, variant: Variant, values: Sequence[int]) -> None:
         self.launched.append(variant)
         named = dict(zip(parameter_names(variant), values, strict=True))
+        if variant.op == "attn_res":
+            outputs = named["out"], named["new_prefix"]
+            self._attn_res(variant.size("blocks"), named, named["delta"], outputs)
+            return
         given, config = SimpleNamespace(**named), config_of(variant)
         m, rank, tp, layout = given.m, given.rank, config.tp, config.box
         assert m <= config.m
@@ -112,6 +120,31 @@ class Functional(StandIn):
         for box in boxes:
             box.finished(m)[:, half] = words_of(columns)
         at(given.out, m, config.hidden).copy_(taken(own.finished(m)))
+        if config.mixes:
+            self._attn_res(config.blocks, named, given.out, (given.mixed, given.new_prefix))
+
+    def _attn_res(
+        self, count: int, named: dict[str, int], delta: int, outputs: tuple[int, int]
+    ) -> None:
+        """Mixed rows and the new prefix, with an output norm; no rounding of the mix."""
+        given, m = SimpleNamespace(**named), named["m"]
+
+        def rows(address: int, pitch: int) -> Tensor:
+            whole = at(address, (m - 1) * pitch + HIDDEN)
+            return whole.as_strided((m, HIDDEN), (pitch, 1))
+
+        prefix = rows(given.prefix, given.prefix_pitch)
+        blocks = [rows(named[f"block{i}"], given.block_pitch) for i in range(count)]
+        if self.broken == "first block":
+            blocks = blocks[:1] * count
+        found = attn_res(
+            prefix, at(delta, m, HIDDEN), blocks, count, at(given.score_norm, HIDDEN),
+            at(given.score_proj, HIDDEN), at(given.out_norm, HIDDEN), EPS, EPS, False,
+        )  # fmt: skip
+        if self.broken == "old prefix":
+            found[1] = prefix
+        for address, made in zip(outputs, found, strict=True):
+            at(address, m, HIDDEN).copy_(made)
 
 
 class Simulated(Functional):
@@ -120,18 +153,26 @@ class Simulated(Functional):
     def launch(self, variant: Variant, values: Sequence[int]) -> None:
         self.launched.append(variant)
         named = dict(zip(parameter_names(variant), values, strict=True))
-        config, m = config_of(variant), named["m"]
+        m, whole = named["m"], named["m"] * HIDDEN
         sizes = {
-            "routed": m * LATENT, "shared": m * config.hidden, "norm": LATENT,
-            "weight": config.hidden * LATENT, "out": m * config.hidden,
+            "routed": m * LATENT, "shared": whole, "norm": LATENT, "weight": HIDDEN * LATENT,
+            **dict.fromkeys(("out", "prefix", "delta", "mixed", "new_prefix"), whole),
+            **dict.fromkeys(("score_norm", "score_proj", "out_norm"), HIDDEN),
+            "block0": named.get("block_pitch", 0) * m,
         }  # fmt: skip
-        known: dict[int, Tensor] = {}
-        for name, address in named.items():
-            if name in config.addresses and address not in known:
-                box = name not in sizes
-                size = config.box.total // 4 if box else sizes[name]
-                known[address] = at(address, size, dtype=torch.int32 if box else BF16)
         built = store().get(variant)
+        known: dict[int, Any] = {}
+        for parameter in built.plan.parameters:
+            name, address = parameter.name, named[parameter.name]
+            if parameter.kind != "pointer" or address in known:
+                continue
+            if name in sizes:
+                known[address] = at(address, sizes[name])
+            elif name.startswith("block"):  # of the bank that starts with the first one
+                known[address] = Inside(known[named["block0"]], address - named["block0"])
+            else:
+                words = config_of(variant).box.total // 4
+                known[address] = at(address, words, dtype=torch.int32)
         params = [known.get(value, value) for value in values]
         launch = Launch(
             built.ptx, built.plan.grid, built.plan.block, [params], cluster=built.plan.cluster,
