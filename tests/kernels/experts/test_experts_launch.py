@@ -296,7 +296,8 @@ def test_the_op_ends_with_the_tail() -> None:
         assert last.size("m") == made.size("m") >= m
 
 
-def test_the_next_weights_are_asked_for_before_the_tail() -> None:
+@pytest.mark.parametrize("mixes", [False, True])
+def test_the_next_weights_are_asked_for_before_the_tail(mixes: bool) -> None:
     mapped = SimpleNamespace(multicast=4096, addresses=tuple(range(0, 16 * 4096, 4096)))
     space = SimpleNamespace(own=0, rank=3, multicast=True, mapped=mapped)
     weight = torch.zeros(64, 64, dtype=BF16)
@@ -306,12 +307,15 @@ def test_the_next_weights_are_asked_for_before_the_tail() -> None:
         recorder = Recorder()
         runtime: Any = recorder
         place: Any = lambda group, tp: space  # noqa: E731
+        mix = mix_behind(m) if mixes else None
         launch(
-            row, TARGET, "g", operands(m), SITU, 1e-5, set(), ahead=Ahead([weight]),
+            row, TARGET, "g", operands(m), SITU, 1e-5, set(), mix, ahead=Ahead([weight]),
             runtime=runtime, space=place,
         )  # fmt: skip
         ops = [variant.op for variant, _ in recorder.launched]
-        assert ops == ["shared_gate_up", "experts", *asked, "tail"]
+        front = ["shared_gate_up", "experts", *asked, "tail"]
+        assert ops[: len(front)] == front
+        assert "l2_prefetch" not in ops[len(front) :]
 
 
 def mix_behind(m: int, num_blocks: int = 2, norm: bool = True) -> Mix:
