@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from build import run
 from edits import EDITS
 from families import PROJECTIONS
+from families_layer import LAYER
 from families_moe import MOE
 from families_router import ROUTER
 from graphs import LEVELS, Unbuildable, build, copied, symbols
@@ -33,7 +34,7 @@ from tolerances import tolerance
 # Reference forms that do not trace at a site's shapes are one of several; torch logs each.
 logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
 
-FAMILIES: dict[str, Family] = {f.name: f for f in (*PROJECTIONS, ROUTER, *MOE)}
+FAMILIES: dict[str, Family] = {f.name: f for f in (*PROJECTIONS, ROUTER, *MOE, *LAYER)}
 # A site passes at most this many roundings to its dtype on the way to one output.
 ROUNDINGS = 4
 # Stands for the sum over the ranks: a factor that depends on the group and the kind of reduction.
@@ -143,12 +144,16 @@ class Graph:
 
 @dataclass
 class Verdict:
-    """What happened. fault: "" or what is wrong; codes: reasons of the family's pattern."""
+    """What happened. fault: "" or what is wrong; codes: reasons of the family's pattern.
+
+    absorbed: sites whose work another one's op does.
+    """
 
     outcome: str
     codes: set[str] = field(default_factory=set)
     fault: str = ""
     found: dict[str, int] = field(default_factory=dict)
+    absorbed: int = 0
 
 
 class Base:
@@ -216,7 +221,8 @@ def examine(graph: Graph, *, composed: bool = False) -> Verdict:
     found = {name: count.found for name, count in report.counts().items() if count.found}
     taken = found.get(pattern, 0)
     outcome = "rewritten" if taken else ("refused" if codes else "absent")
-    verdict = Verdict(outcome, codes, found=found)
+    absorbed = sum(s.within is not None for s in report.found)
+    verdict = Verdict(outcome, codes, found=found, absorbed=absorbed)
     if not found:
         if [op_of(n) for n in module.graph.nodes] != before:
             verdict.fault = "no site was taken and the graph changed"
@@ -315,7 +321,7 @@ def healthy(family: str, rng: random.Random) -> tuple[Knobs, str]:
     knobs["dtype"] = torch.bfloat16
     knobs["group"] = rng.choice(["", groups()[0]]) if chosen.ranks else ""
     # make_fx reads a symbolic size off inner slices, which AOTAutograd's graphs do not.
-    level = rng.choice([n for n in LEVELS if n != "dynamic" or family != "experts"])
+    level = rng.choice([n for n in LEVELS if n != "dynamic" or not family.startswith("experts")])
     if level == "dynamic" and knobs.get("between") == "slice":
         knobs["between"] = "nothing"
     return knobs, level

@@ -107,6 +107,24 @@ AROUND: tuple[Defect, ...] = (
             ("shared_of", "scaled"),
         )
     ),
+    # --- the AttnRes behind the experts: right alone where it reads something else
+    *(
+        wrong("absorbed", "experts_mix", "kept", codes, **knobs)
+        for codes, knobs in (
+            ("-", {"mix_of": "another", "delta too": True}),
+            ("-", {"mix_of": "rolled"}),
+            ("-", {"mix_of": "scaled"}),
+            ("-", {"mix_of": "regrouped"}),
+            ("-", {"prefix_of": "delta"}),
+            ("-", {"prefix_of": "twice"}),
+            ("-", {"block_of": "delta"}),
+            ("-", {"block_of": "made of delta"}),
+            ("-", {"second": True}),
+            ("-", {"sum": "a - b"}),
+            ("MUTATION_BETWEEN -", {"prefix_written": True, "prefix_of": "given"}),
+            ("ALIAS_RISK MUTATION_BETWEEN -", {"delta_written": True}),
+        )
+    ),
     wrong("reader", "attention", "kept", "", **{"part too": True}),
     wrong("crossed", "two_blocks", "kept", "OP_MISMATCH INTERPOSED_OP", crossed="both"),
     # --- shapes of the small operands

@@ -55,6 +55,18 @@ def test_a_family_without_a_defect_is_rewritten(family: str) -> None:
     for seed in range(3):
         verdict = examine(declared(family, seed, ()))
         assert (verdict.outcome, verdict.fault) == ("rewritten", ""), declared(family, seed, ())
+        assert verdict.absorbed == (family == "experts_mix")
+
+
+def test_an_attn_res_of_something_else_is_not_absorbed() -> None:
+    """But for the second one of a delta, which stays apart beside the first."""
+    defects = [d for d in CATALOGUE if d.kind == "absorbed"]
+    assert len(defects) >= 12
+    for defect in defects:
+        if not any("written" in knob for knob in defect.knobs):  # a value of its own, perhaps
+            verdict = examine(declared("experts_mix", 1, (defect,)))
+            assert (verdict.outcome, verdict.fault) == ("rewritten", ""), defect.name
+            assert verdict.absorbed == ("second" in defect.knobs), defect.name
 
 
 @pytest.mark.parametrize("family", FAMILIES)
