@@ -125,6 +125,25 @@ def test_a_graph_that_does_not_run_is_no_graph() -> None:
     assert isinstance(graph, Graph)
 
 
+def test_a_graph_that_makes_much_of_a_rounding_says_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One over a sum near 0, behind experts whose delta is rounded another way."""
+    knobs = {
+        **declared("experts_mix", 0, ()).knobs, "mix": "dot", "mix_eps": 0.5, "form": "bank",
+        "blocks": 3, "norm_square": "pow", "norm_scale_first": True, "norm_weight_first": False,
+        "norm_eps": 0.5, "norm_eps_first": True, "experts": "einsum", "merged": True,
+        "linear": "matmul", "between": "reshape", "sum": "b + a", "given_routing": False,
+        "round_mix": False, "delta too": False, "mix_of": "delta", "prefix_of": "given",
+        "group": groups()[0], "block_of": "delta",
+    }  # fmt: skip
+    graph = Graph("experts_mix", knobs, 1013941626, "aot", (), ("graph: another literal",), 210)
+    verdict = examine(graph)
+    assert (verdict.outcome, verdict.fault) == ("rewritten", "")
+    monkeypatch.setattr(check, "_rounded", lambda value: value)
+    assert "off by" in examine(graph).fault  # the control
+
+
 def test_an_order_that_torch_leaves_open_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four tokens of four slots, divided by the tokens' sums instead of the slots'.
 
