@@ -39,8 +39,8 @@ def test_a_form_that_a_guard_refuses_is_declined(monkeypatch: pytest.MonkeyPatch
     report, module = judged()
     assert forms(report) == ALONE
     assert set(calls(module)) == {"router", "experts"}
-    notes = [site.notes[-1] for site in report.found]
-    assert all("no hand-over with" in note and "no bias" in note for note in notes), notes
+    notes = [site.parted[-1] for site in report.found]
+    assert all("apart from" in note and "no bias" in note for note in notes), notes
     monkeypatch.undo()
     assert forms(judged()[0]) == JOINED  # the control
 
@@ -57,7 +57,7 @@ def test_forms_that_compute_a_node_twice_are_declined(monkeypatch: pytest.Monkey
     joined_as(monkeypatch, lambda form: over_the_experts(form, seen[-1:]))
     report, _ = judged()
     assert forms(report) == ALONE
-    notes = [site.notes[-1] for site in report.found]
+    notes = [site.parted[-1] for site in report.found]
     assert all("belongs to another site" in note for note in notes), notes
 
 
