@@ -131,6 +131,11 @@ def test_a_symbolic_token_count() -> None:
         s.kernel.name for s in report.sites if s.pattern == "attention_projection" and s.kernel
     }
     assert kernels == {", ".join(f"stream_gemm<={m}" for m in (8, 16, 32, 64))}
+    # The experts' op decides at run time who does the AttnRes.
+    joined = [s.kernel for s in report.sites if s.within is not None]
+    names = ("mx_experts_and_latent_tail_mix<=8", "mx_experts_and_latent_tail<=16")
+    assert len(joined) == 3
+    assert all(k is not None and k.name.startswith(", ".join(names)) for k in joined)
 
 
 def test_one_engine_for_all_token_counts_reaches_the_op() -> None:
