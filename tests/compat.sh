@@ -25,7 +25,7 @@ REWRITER=(
     tests/rewriter/test_linear_concept.py tests/rewriter/test_rms_norm_concept.py
     tests/rewriter/test_routing_concept.py tests/patterns/test_vllm_sites.py
     tests/nearmiss/test_counterexamples.py tests/nearmiss/test_every_reason.py
-    tests/kernels/test_op_contract.py tests/kernels/test_export.py
+    tests/kernels/test_op_contract.py tests/kernels/test_op_refusals.py tests/kernels/test_export.py
 )
 KERNELS=(
     tests/kernels/build/test_compile.py tests/kernels/build/test_packed.py

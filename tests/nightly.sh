@@ -24,7 +24,8 @@ FAST=(
     tests/rewriter/test_fuzz_files.py tests/rewriter/test_graph_file.py
     tests/rewriter/test_warm_backend.py tests/rewriter/test_cli.py tests/rewriter/test_cli_run.py
     tests/patterns/test_guards_of_patterns.py tests/nearmiss/test_counterexamples.py
-    tests/kernels/test_op_contract.py tests/kernels/test_exchange.py
+    tests/kernels/test_op_contract.py tests/kernels/test_op_refusals.py
+    tests/kernels/test_exchange.py
     tests/kernels/build/test_cache.py tests/kernels/build/test_packed.py
 )
 

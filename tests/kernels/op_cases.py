@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from k3fuse.kernels.common.microscaling import quantize_mxfp8
 from k3fuse.kernels.common.numerics import gated_row
@@ -37,6 +38,29 @@ class Case:
 
 def _is_tensor(value: object) -> bool:
     return isinstance(value, Tensor)
+
+
+def replaced(case: Case, index: int, value: Any) -> Case:
+    args = list(case.args)
+    args[index] = value
+    return Case(case.op, tuple(args), case.kwargs)
+
+
+def faked(case: Case) -> Case:
+    """The same call on fake tensors of one mode."""
+    mode = FakeTensorMode()
+
+    def fake(value: Any) -> Any:
+        if isinstance(value, list):
+            return [fake(v) for v in value]
+        return mode.from_tensor(value) if isinstance(value, Tensor) else value
+
+    def op(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return case.op(*args, **kwargs)
+
+    kwargs = {name: fake(value) for name, value in case.kwargs.items()}
+    return Case(op, tuple(fake(a) for a in case.args), kwargs)
 
 
 class Draw:

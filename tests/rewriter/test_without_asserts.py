@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 # Refused arguments of every op; what a rewrite refuses and keeps. tests/compat.sh runs far more.
 TESTS = (
-    "tests/kernels/test_op_contract.py::test_refused_arguments",
+    "tests/kernels/test_op_refusals.py::test_refused_arguments",
     "tests/rewriter/test_safety.py",
 )
 
