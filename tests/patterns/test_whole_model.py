@@ -23,7 +23,6 @@ def run(size: int, form: str, inner: str, tokens: int, folder: Path) -> list[dic
 @pytest.mark.parametrize(
     ("size", "form", "inner", "tokens"),
     [
-        (1, "list", "eager", 24),
         (1, "bank", "aot_eager", 24),
         (2, "list", "eager", 24),
         (4, "bank", "eager prefetch", 24),
