@@ -31,7 +31,7 @@ from k3fuse.kernels.attention_projection.policy import (
 from k3fuse.kernels.attention_projection.sharded_builder import SPLIT
 from k3fuse.kernels.attention_projection.share import PRODUCERS, RowMailbox
 from k3fuse.kernels.check.gpu import Device, GpuCase, Timed
-from k3fuse.kernels.check.gpu_ranks import TIMEOUT, Call, Recorder, workspaces
+from k3fuse.kernels.check.gpu_ranks import TIMEOUT, Call, Recorder, exact, workspaces
 from k3fuse.kernels.common.geometry import HIDDEN
 from k3fuse.kernels.common.mailbox import PARITIES, SENTINEL
 from k3fuse.kernels.common.policy import TP_SIZES, Row, Table
@@ -40,11 +40,6 @@ BF16 = torch.bfloat16
 TOKENS = (1, 2, 3, 4, 7, 8, 9, 16, 17, 33, 64)
 TIMED = (1, 2, 4, 8, 16, 64)
 ARMED = SENTINEL - (1 << 32)
-
-
-def exact(generator: torch.Generator, *shape: int, unit: float) -> Tensor:
-    """Multiples of `unit` from -3 to 3."""
-    return torch.randint(-3, 4, shape, generator=generator, dtype=torch.int8).to(BF16) * unit
 
 
 def engines(device: Device) -> tuple[str, ...]:

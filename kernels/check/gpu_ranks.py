@@ -17,6 +17,12 @@ TIMEOUT = 1 << 22
 Call = tuple[Variant, Sequence[int]]
 
 
+def exact(generator: torch.Generator, *shape: int, unit: float) -> Tensor:
+    """Multiples of `unit` from -3 to 3, BF16: with powers of two their sums have no rounding."""
+    drawn = torch.randint(-3, 4, shape, generator=generator, dtype=torch.int8)
+    return drawn.to(torch.bfloat16) * unit
+
+
 class Recorder:
     """A runtime that keeps what would be launched, built for the device at hand."""
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from k3fuse.kernels.attn_res.reference import attn_res
 from k3fuse.kernels.build.residency import Member, co_residency
 from k3fuse.kernels.check.gpu import Device, GpuCase, Timed
-from k3fuse.kernels.check.gpu_ranks import TIMEOUT, Call, Recorder, state, workspaces
+from k3fuse.kernels.check.gpu_ranks import TIMEOUT, Call, Recorder, exact, state, workspaces
 from k3fuse.kernels.common.collective import ordered_sum
 from k3fuse.kernels.common.geometry import CLUSTER, REGISTER_K
 from k3fuse.kernels.common.mailbox import HIDDEN, MAX_M, PARITIES, PRODUCERS, SENTINEL, Mailbox
@@ -70,19 +70,14 @@ class Emulated:
         self.box, self.rows = Mailbox(tp), max((*tokens, *timed))
         self.k = 16 * REGISTER_K // tp
         generator = torch.Generator().manual_seed(seed)
-
-        def exact(*shape: int, unit: float) -> Tensor:
-            drawn = torch.randint(-3, 4, shape, generator=generator, dtype=torch.int8)
-            return drawn.to(BF16) * unit
-
         self.inputs = {
-            "x": exact(tp, self.rows, self.k, unit=1.0),
-            "weight": exact(tp, HIDDEN, self.k, unit=2.0**-8),
-            "prefix": exact(self.rows, HIDDEN, unit=0.5),
-            "blocks": exact(BLOCKS, self.rows, HIDDEN, unit=0.5),
-            "score_norm": exact(HIDDEN, unit=0.5),
-            "score_proj": exact(HIDDEN, unit=2.0**-6),
-            "out_norm": exact(HIDDEN, unit=0.5),
+            "x": exact(generator, tp, self.rows, self.k, unit=1.0),
+            "weight": exact(generator, tp, HIDDEN, self.k, unit=2.0**-8),
+            "prefix": exact(generator, self.rows, HIDDEN, unit=0.5),
+            "blocks": exact(generator, BLOCKS, self.rows, HIDDEN, unit=0.5),
+            "score_norm": exact(generator, HIDDEN, unit=0.5),
+            "score_proj": exact(generator, HIDDEN, unit=2.0**-6),
+            "out_norm": exact(generator, HIDDEN, unit=0.5),
         }
         self.there = {name: device.put(tensor) for name, tensor in self.inputs.items()}
         self.words = device.put(torch.zeros(tp, self.box.total // 4, dtype=torch.int32))

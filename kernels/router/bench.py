@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from k3fuse.kernels.check.gpu import Device, GpuCase, Timed
-from k3fuse.kernels.check.gpu_ranks import TIMEOUT, Call, Recorder, state, workspaces
+from k3fuse.kernels.check.gpu_ranks import TIMEOUT, Call, Recorder, exact, state, workspaces
 from k3fuse.kernels.common.geometry import HIDDEN
 from k3fuse.kernels.common.policy import TP_SIZES, Row, chip_of
 from k3fuse.kernels.router import reference, route_bits
@@ -60,15 +60,10 @@ class Emulated:
         self.box, self.rows = FrontMailbox(tp, experts, latent), max((*tokens, *timed))
         self.choice = Form(experts, latent, TOP_K, renormalize=True, bias=True)
         generator = torch.Generator().manual_seed(seed)
-
-        def exact(*shape: int, unit: float) -> Tensor:
-            drawn = torch.randint(-3, 4, shape, generator=generator, dtype=torch.int8)
-            return drawn.to(BF16) * unit
-
         self.inputs = {
-            "x": exact(self.rows, k, unit=1.0),
-            "gate": exact(experts, k, unit=2.0**-7),
-            "latent": exact(latent, k, unit=2.0**-7),
+            "x": exact(generator, self.rows, k, unit=1.0),
+            "gate": exact(generator, experts, k, unit=2.0**-7),
+            "latent": exact(generator, latent, k, unit=2.0**-7),
             "bias": 0.05 * torch.randn(experts, generator=generator),
         }
         self.there = {name: device.put(tensor) for name, tensor in self.inputs.items()}

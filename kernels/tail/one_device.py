@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from k3fuse.kernels.check.gpu import Device, Timed
-from k3fuse.kernels.check.gpu_ranks import TIMEOUT, Call, Recorder, workspaces
+from k3fuse.kernels.check.gpu_ranks import TIMEOUT, Call, Recorder, exact, workspaces
 from k3fuse.kernels.check.run import Launch, run_sequence
 from k3fuse.kernels.common.geometry import HIDDEN
 from k3fuse.kernels.common.numerics import rms_norm
@@ -76,16 +76,11 @@ class Emulated:
         chip_of(self.target)
         rows = max((*tokens, *timed))
         generator = torch.Generator().manual_seed(seed)
-
-        def exact(*shape: int, unit: float) -> Tensor:
-            drawn = torch.randint(-3, 4, shape, generator=generator, dtype=torch.int8)
-            return drawn.to(BF16) * unit
-
         self.inputs = {
-            "routed": exact(tp, rows, LATENT, unit=0.125),
-            "shared": exact(tp, rows, HIDDEN, unit=0.125),
-            "norm": exact(LATENT, unit=0.5),
-            "weight": exact(HIDDEN, LATENT, unit=2.0**-7),
+            "routed": exact(generator, tp, rows, LATENT, unit=0.125),
+            "shared": exact(generator, tp, rows, HIDDEN, unit=0.125),
+            "norm": exact(generator, LATENT, unit=0.5),
+            "weight": exact(generator, HIDDEN, LATENT, unit=2.0**-7),
         }
         self.there = {name: device.put(tensor) for name, tensor in self.inputs.items()}
         self.boxes = Mailboxes(device, tp, self.there["routed"], self.there["shared"])
